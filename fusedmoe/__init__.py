@@ -1,7 +1,6 @@
 """Mixture-of-experts layers for PyTorch whose communication overlaps with computation.
 
-Names are imported on first access: modules without tensor computation (`fusedmoe.schedule`, `fusedmoe.tutel` before its
-layers) do not import torch.
+Names are imported on first access, so modules without tensor computation (`fusedmoe.schedule`) do not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Descriptions of user-constructed parts that ranks can compare: constructor arguments and derived attributes.
 
-A description is a text without addresses, device indices and hash order: equally constructed parts have equal texts on
-all ranks. Functions are described by code, defaults and closure; tensors by their bits; objects of the standard library
-or torch without a value (locks, generators, process groups) by their class.
+Equally constructed parts have equal texts on all ranks, without addresses, device indices and hash order. Functions are
+described by code, defaults and closure, tensors by a digest, and opaque objects (locks, process groups) by their class.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Maximum number of characters of a value in errors; longer values are cut and have a digest.
+# Longer values are cut.
 _MAX_CHARACTERS = 160
 _MAX_DEPTH = 12
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_arguments"}
@@ -32,7 +31,7 @@ _FUNCTION_TYPES = types.FunctionType, types.CodeType, types.MethodType, functool
 
 
 class Description(str):
-    """String whose repr has no quotation marks, for values in error messages."""
+    """String without quotation marks in its repr, for values in error messages."""
 
     __slots__ = ()
 
@@ -44,8 +43,8 @@ class Constructed:
     """Base of parts whose constructor arguments are compared between ranks, including those of subclasses.
 
     Attributes:
-        rank_specific: names of arguments and attributes that may differ between ranks, such as the path of a log; adds
-            to the names of base classes.
+        rank_specific: names of arguments and attributes that may differ between ranks, in addition to those of base
+            classes.
     """
 
     rank_specific: ClassVar[Collection[str]] = ()
@@ -59,7 +58,7 @@ class Constructed:
 
 
 def describe_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Description]:
-    """Describe the arguments of a constructor by name, including defaults."""
+    """Describe a constructor's arguments by name, including defaults. Empty if they do not match its signature."""
     try:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except (TypeError, ValueError):
@@ -69,10 +68,10 @@ def describe_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def describe_part(part: Constructed, name: str, *, only_arguments: bool = False) -> dict[str, Description]:
-    """Describe a part for comparison: class, constructor arguments, and attributes that are not tensors.
+    """Describe a part by class, constructor arguments, child modules and attributes that are not tensors.
 
-    Args:
-        only_arguments: only attributes named like a constructor argument, for parts with mutable state.
+    Keys start with `name`. `only_arguments`: only attributes named like a constructor argument, for parts with mutable
+    state.
     """
     hidden = {own for base in type(part).__mro__ for own in vars(base).get("rank_specific", ())}
     arguments = {key: value for key, value in part._arguments.items() if key not in hidden}
@@ -89,7 +88,7 @@ def describe_part(part: Constructed, name: str, *, only_arguments: bool = False)
 
 
 def describe(value: object) -> Description:
-    """Describe a value as a text, see the module docstring."""
+    """Describe a value as a text; a long text is cut and has a digest of the whole."""
     text = _describe_nested(value, ())
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}… (digest {_digest(text.encode())})"
@@ -137,9 +136,9 @@ def _describe_nested(value: Any, around: tuple[int, ...]) -> str:
 
 
 def _is_config(key: str, value: object) -> bool:
-    """Return whether a module's attribute is configuration, equal on all ranks: a public plain value or function.
+    """Return whether a module's attribute is configuration: a public plain value or function.
 
-    Objects and names with an underscore are excluded: wrappers such as FSDP keep per-rank state in them.
+    Other objects and names with an underscore are excluded: wrappers such as FSDP keep per-rank state in them.
     """
     if key.startswith("_") or isinstance(value, (Tensor, np.ndarray)):
         return False
@@ -149,7 +148,7 @@ def _is_config(key: str, value: object) -> bool:
 
 
 def _describe_plain(value: Any) -> str | None:
-    """Describe a value without nested values; None if it may contain others."""
+    """Describe a value that contains no other values; None for other values."""
     if isinstance(value, enum.Enum):
         return str(value)
     # A subclass may print an address, and NumPy's float prints its class.
@@ -228,7 +227,6 @@ def _digest(data: bytes) -> str:
 def describe_parts(
     parts: Mapping[str, Constructed | None], hooks: Sequence[Constructed]
 ) -> Iterator[Mapping[str, str]]:
-    """Yield the descriptions of a layer's parts and hooks."""
     for name, part in parts.items():
         yield {name: Description(None)} if part is None else describe_part(part, name)
     yield {"hooks": Description([_name_of(type(hook)) for hook in hooks])}

@@ -27,11 +27,8 @@ def read_integer(
 ) -> int | None:
     """Return the integer in a variable, or `default` if it is unset or empty.
 
-    Args:
-        least, most: bounds of the value.
-        given: the environment; None: the environment of the process.
-    Raises:
-        ConfigError: the value is not an integer or out of bounds.
+    `given`: the environment; None: the environment of the process. Raises `ConfigError` if the value is not an integer
+    from `least` to `most`.
     """
     text = (os.environ if given is None else given).get(name, "").strip()
     if not text:
@@ -46,20 +43,16 @@ def read_integer(
 
 
 def launch_command(ranks: int, arguments: str) -> str:
-    """Return the command line of `fusedmoe` with these arguments, for as many ranks per host as this job has."""
+    """Return the shell command that runs `fusedmoe` on `ranks` ranks, with as many ranks per host as this job has."""
     if ranks == 1:
         return f"fusedmoe {arguments}"
-    local = read_integer("LOCAL_WORLD_SIZE", ranks, 1)
+    local = min(ranks, read_integer("LOCAL_WORLD_SIZE", ranks, 1))
     hosts = "--standalone" if local == ranks else f"--nnodes {ranks // local} --rdzv-endpoint HOST:PORT"
     return f"torchrun --nproc-per-node {local} {hosts} -m fusedmoe {arguments}"
 
 
 def read_seconds(name: str, default: float) -> float:
-    """Return the seconds in a variable, or `default` if it is unset or empty.
-
-    Raises:
-        ConfigError: the value is not a positive finite number.
-    """
+    """Return the seconds in a variable, or `default` if unset. Raises `ConfigError` if not positive and finite."""
     value = read_number(name, default)
     if not 0 < value < math.inf:
         raise ConfigError(f"{name}={os.environ[name]!r} in the environment must be positive, finite seconds")
@@ -67,7 +60,7 @@ def read_seconds(name: str, default: float) -> float:
 
 
 def read_number(name: str, default: float) -> float:
-    """Return the number in a variable, or `default` if it is unset or empty. Raises `ConfigError` if it is invalid."""
+    """Return the number in a variable, or `default` if unset or empty. Raises `ConfigError` if invalid."""
     text = os.environ.get(name, "").strip()
     try:
         value = float(text) if text else default

@@ -13,9 +13,9 @@ TIMEOUT_CURE = "give Topology a larger timeout_s"
 
 
 def printable(text: str) -> str:
-    r"""Escape characters that a terminal interprets: ESC as \x1b, a line feed as \n.
+    r"""Escape characters that a terminal interprets, which could move the cursor, hide text or add lines.
 
-    Text from a file, such as a tensor name, could otherwise move the cursor, hide text or add lines.
+    ESC becomes \x1b, a line feed \n.
     """
     if text.isprintable():
         return text
@@ -26,7 +26,6 @@ def printable(text: str) -> str:
 
 
 def warn(message: str, stacklevel: int = 1) -> None:
-    """Issue a `UserWarning` with escaped text."""
     warnings.warn(printable(message), stacklevel=stacklevel + 1)
 
 

@@ -33,7 +33,7 @@ def read_regular_file(path: Path, most: int) -> bytes:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError("not a regular file")
-        # One additional byte reveals that the file has grown.
+        # One more byte, in case the file has grown.
         data = b"" if found.st_size > most else file.read(most + 1)
         if max(found.st_size, len(data)) > most:
             raise OSError(f"more than {most} bytes")
@@ -41,7 +41,7 @@ def read_regular_file(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a UTF-8 file. `errors` as in `bytes.decode`. Raise `ConfigError` with the path."""
+    """Return the text of a UTF-8 file (`errors` as in `bytes.decode`). Raise `ConfigError` with the path."""
     try:
         return read_regular_file(path, MAX_TEXT_BYTES).decode(errors=errors)
     except (OSError, ValueError) as error:
@@ -61,7 +61,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Parse JSON and verify the digest of `dump_with_digest`, if any. Raise `ConfigError` that starts with `what`."""
+    """Parse JSON; verify and remove the digest of `dump_with_digest` if it has one.
+
+    Raise `ConfigError` that starts with `what` if the text is not JSON or the digest differs.
+    """
     held, digest = _split(text, what)
     if digest not in (None, _digest(held)):
         raise ConfigError(f'{what}: damaged or edited (digest mismatch). If you edited it, remove its "{_DIGEST}"')
@@ -82,7 +85,7 @@ def cache_dir() -> Path:
     try:
         return Path(given).expanduser() if given else Path.home() / ".cache" / "fusedmoe"
     except RuntimeError:
-        # No HOME and no password entry: this folder cannot be created. Nothing is cached, and writers get an `OSError`.
+        # Without a home folder nothing is cached: writing to this path raises `OSError`.
         return Path(os.devnull, "this user has no home folder")
 
 
@@ -99,7 +102,7 @@ def write_cache_file(path: Path, text: str) -> None:
 
 
 def read_cache_file(path: Path) -> str | None:
-    """Return the JSON written by `write_cache_file`; None if missing, and with a warning if damaged."""
+    """Return the JSON written by `write_cache_file`; None if missing, or with a warning if damaged."""
     try:
         held = load_with_digest(read_text(path), str(path))
     except ConfigError as error:
@@ -110,13 +113,12 @@ def read_cache_file(path: Path) -> str | None:
 
 
 def dump_with_digest(held: dict[str, Any], indent: int | None = None) -> str:
-    """Return a JSON object with its digest, for `parse_json` and `load_with_digest`."""
     held = {key: value for key, value in held.items() if key != _DIGEST}
     return json.dumps(held | {_DIGEST: _digest(held)}, indent=indent)
 
 
 def load_with_digest(text: str, what: str) -> dict[str, Any]:
-    """Return the object passed to `dump_with_digest`. Raise `ConfigError` that starts with `what`."""
+    """Return the object passed to `dump_with_digest`. Raise `ConfigError` that starts with `what` if it is damaged."""
     held, digest = _split(text, f"{what} is damaged")
     if digest is None or digest != _digest(held):
         raise ConfigError(f"{what} is damaged (digest mismatch)")

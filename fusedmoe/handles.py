@@ -1,7 +1,7 @@
 """Registry of objects that compiled graphs refer to by name.
 
-A graph of `torch.compile` holds tensors and plain values. Its operators receive the name of a topology's group, a route
-or a dispatcher and look the object up when the graph runs: one graph serves all layers that are alike.
+A graph of `torch.compile` holds tensors and plain values only. Its operators look the object up by name when the graph
+runs, so one graph serves all layers that are alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from fusedmoe.errors import ConfigError
 
 
 class GraphHandle:
-    """Keeps a name registered for as long as one of its owners lives. Copies and pickles of it are empty."""
+    """The objects registered under one name (`owners`), held weakly. Copies and pickles have no owners.
+
+    Each owner keeps the handle, so the name is registered as long as one of them lives.
+    """
 
     __slots__ = ("__weakref__", "owners")
 
@@ -33,7 +36,7 @@ _handles: WeakValueDictionary[str, GraphHandle] = WeakValueDictionary()
 def register(name: str, owner: Any) -> GraphHandle:
     """Register an object under a name, which several objects may share.
 
-    The object (owner) must keep the returned handle: the name is registered as long as a handle exists.
+    `owner` must keep the returned handle: the name is registered as long as a handle exists.
     """
     handle = _handles.get(name)
     if handle is None:
@@ -43,9 +46,9 @@ def register(name: str, owner: Any) -> GraphHandle:
 
 
 def find(name: str) -> Any:
-    """Return an object that is registered under `name`; None if all such objects were freed.
+    """Return an object registered under `name`, preferably one whose `is_open` is true; None if all were freed.
 
-    Objects under one name are interchangeable unless they are closed: prefers an object whose `is_open` is true.
+    Objects under one name are interchangeable.
     """
     handle = _handles.get(name)
     owners = [] if handle is None else list(handle.owners)
@@ -53,7 +56,7 @@ def find(name: str) -> Any:
 
 
 def require(name: str, operation: str) -> Any:
-    """Return an object that is registered under `name` (`find`). Raise `ConfigError` if there is none."""
+    """Return an object registered under `name`, as `find`. Raise `ConfigError` if there is none."""
     owner = find(name)
     if owner is None:
         raise ConfigError(

@@ -26,8 +26,8 @@ class HookContext:
     Attributes:
         direction: "forward" for activations, "backward" for their gradients.
         chunk, chunks: index of the chunk, and the number of chunks.
-        memory: a dict shared by the before_ and after_ hooks of one transfer. With several hooks, each uses its own
-            key, preferably itself.
+        memory: a dict shared by the before_ and after_ hooks of one transfer. Each hook uses its own key, preferably
+            itself.
     """
 
     direction: Direction
@@ -43,13 +43,12 @@ class Hooks(Constructed):
     before_moe_end. Backward calls the hooks in the same order with gradients: the gradient of the layer's output is
     dispatched to the experts, and the gradient of its input is combined.
 
-    - `before_moe_start` receives the layer's input [..., M], `before_moe_end` its output (in backward the gradient of
-      the output, and of the input). Autograd records the computation of both hooks in forward.
+    - `before_moe_start` receives the layer's input [..., M] (M = model_dim), `before_moe_end` its output; in backward
+      the gradient of the output, and of the input. Autograd records both hooks in forward.
     - Dispatch and combine hooks receive rows [n, M], once per chunk, before sending and after receiving. A row is a
-      token, once for each destination rank including this one, or the sum of its results on a rank. Expert assignments
-      and router weights are sent separately. The hooks must form lossless or nearly lossless compression: autograd
-      treats a before_ and after_ pair as the identity. A before_ hook may change dtype and width if the after_ hook
-      restores them and all ranks do the same.
+      token, once for each destination rank including this one, or the sum of its results on a rank. A before_ hook may
+      change dtype and width if the after_ hook restores them and all ranks do the same. The pair must be (nearly)
+      lossless: autograd treats it as the identity.
 
     When a layer is constructed, ranks compare the hooks' constructor arguments and the attributes of the same names,
     except those in the class attribute `rank_specific`, such as the path of a log.
@@ -77,19 +76,17 @@ class Hooks(Constructed):
 def transfer_with_hooks(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
-    """Dispatch or combine rows with `move`, and run the hooks before and after it."""
+    """Run the hooks before the transfer `name` ("dispatch" or "combine"), then `move`, then the hooks after it."""
     before, after = ("before_dispatch", "after_dispatch") if name == "dispatch" else ("before_combine", "after_combine")
     return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookContext) -> Tensor:
-    """Apply the hooks at one point of the layer in sequence: each hook receives the result of the previous hook.
+    """Apply the hooks at one point of the layer in list order, at `after_…` points in reverse order.
 
-    `before_…` points run the hooks in list order. `after_…` points run them in reverse order, so that the last hook to
-    encode the rows is the first to decode them.
+    The last hook to encode rows is thus the first to decode them.
     """
     for hook in reversed(hooks) if point.startswith("after") else hooks:
-        # Written out: searching for a method's name finds its call.
         methods = {
             "before_moe_start": hook.before_moe_start,
             "before_dispatch": hook.before_dispatch,
@@ -108,9 +105,8 @@ def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookC
 class WireCast(Hooks):
     """Compression: send tokens and their summed results in a narrower floating-point dtype.
 
-    Halves the bytes of dispatch and combine for float32 tokens, in forward and backward. Every sent element is rounded;
-    a token's results on a rank are rounded once, as their sum. Router weights, ESP collectives and the experts'
-    computation keep their dtype.
+    Halves the bytes of dispatch and combine for float32 tokens, in forward and backward. Every sent element is rounded.
+    Router weights, ESP collectives and the experts' computation keep their dtype.
 
     Args:
         dtype: of sent rows, e.g. torch.bfloat16.
@@ -142,9 +138,8 @@ class WireFp8(Hooks):
     """Compression: send tokens and their summed results as fp8 (e4m3), one byte per element and one scale per row.
 
     A quarter of the bytes of dispatch and combine for float32 rows, half for bfloat16, in forward and backward. The
-    error of a sent element is at most 2⁻⁴ of itself, or 2⁻¹⁸ of the largest in its row. With a scale per row, gradients
-    do not need the range of e5m2. Non-finite values are received as NaN. The experts compute in the rows' own dtype.
-    Format: `fusedmoe.kernels.wire`.
+    error of a sent element is at most 2⁻⁴ of itself, or 2⁻¹⁸ of the largest in its row. Non-finite values are received
+    as NaN. The experts compute in the rows' own dtype. Format: `fusedmoe.kernels.wire`.
     """
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
@@ -162,11 +157,7 @@ class WireFp8(Hooks):
 
 
 def validate_hooks(hooks: object) -> tuple[Hooks, ...]:
-    """Return the hooks passed to a layer as a tuple.
-
-    Raises:
-        ConfigError: not a list, or an element that is not a `Hooks`.
-    """
+    """Return the hooks passed to a layer as a tuple. Raise `ConfigError` if they are not a list of `Hooks`."""
     if not isinstance(hooks, Iterable):
         raise ConfigError(f"MoELayer: hooks is {hooks!r}; pass a list, hooks=[fusedmoe.hooks.WireCast()]")
     given = tuple(hooks)
@@ -178,7 +169,7 @@ def validate_hooks(hooks: object) -> tuple[Hooks, ...]:
 
 
 def apply_start_hooks(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
-    """Apply hooks to the layer's input. In backward, apply the end hooks to the input's gradient."""
+    """Apply hooks to the layer's input, and in backward the end hooks to its gradient."""
     if not hooks:
         return x
     # In backward the gradient of the input is the last tensor to leave the layer.
@@ -187,7 +178,7 @@ def apply_start_hooks(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks:
 
 
 def apply_end_hooks(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
-    """Apply hooks to the layer's output. In backward, apply the start hooks to the output's gradient."""
+    """Apply hooks to the layer's output, and in backward the start hooks to its gradient."""
     if not hooks:
         return y
     y = run_hooks(hooks, "before_moe_end", y, HookContext("forward", chunk, chunks))
@@ -195,7 +186,6 @@ def apply_end_hooks(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: i
 
 
 def _hook_gradient(hooks: Sequence[Hooks], tensor: Tensor, point: str, chunk: int, chunks: int) -> Tensor:
-    """Return the tensor; its backward applies the hooks at `point` to the gradient."""
     return _GradientHooks.apply(
         tensor, lambda grad: run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
     )
@@ -207,7 +197,7 @@ class _GradientHooks(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, apply_hooks: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.apply_hooks = apply_hooks
-        # A view: an input returned unchanged would not be an output of this function.
+        # An input returned unchanged would not be an output of this function.
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -219,7 +209,7 @@ class _GradientHooks(Function):
 def pack_bf16(rows_NM: Tensor) -> Tensor:
     """Convert [n, M] floating point to [n, M] bfloat16."""
     packed = wire.pack_bf16(rows_NM)
-    # Operators must return new memory, even without conversion.
+    # Operators must return new memory.
     return packed.clone() if packed is rows_NM else packed
 
 

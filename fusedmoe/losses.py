@@ -1,7 +1,7 @@
 """Auxiliary losses of a router: pure functions of one rank's gate outputs.
 
-Each takes tensors with S tokens and E experts and returns a scalar tensor of the input's dtype. With S = 0 the loss is
-zero, never NaN. The caller applies coefficients (a gate's `aux` argument).
+Each takes tensors with S tokens and E experts and returns a scalar tensor of the input's dtype, without coefficient.
+With S = 0 the loss is zero, never NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Packing(NamedTuple):
     num_sequences: int
 
     def select(self, index: Tensor) -> Packing:
-        """Return the packing of the tokens at `index`. Sequences without tokens become empty."""
+        """Return the packing of the tokens at `index`."""
         return self._replace(sequence_S=self.sequence_S.index_select(0, index))
 
 
@@ -61,7 +61,7 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     column_BN = (expert_SK + 1).reshape(B, length * K)
     count_BE1 = torch.zeros(B, E + 1, dtype=torch.int64, device=prob_SE.device)
     count_BE1.scatter_add_(1, column_BN, torch.ones_like(column_BN))
-    # Zero without tokens, with a graph as on every rank. (A compiler may not know the number of tokens.)
+    # `max`: zero without tokens, with a graph as on other ranks. (A compiler may not know the number of tokens.)
     share_BE = count_BE1[:, 1:].to(prob_SE.dtype) / max(length * K, 1)
     mean_BE = prob_SE.reshape(B, length, E).sum(1) / max(length, 1)
     loss = E * (mean_BE * share_BE).sum()
@@ -89,16 +89,16 @@ def packed_balance_loss(prob_SE: Tensor, expert_SK: Tensor, packing: Packing) ->
 def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int) -> Tensor:
     """Return `balance_loss` from sums over the tokens of each of B sequences, as a gate's kernel computes them.
 
-    All divisions are combined into one factor, which saves two passes over [B, E].
-
     Args:
         score_BE: sums of probabilities, differentiable.
         count_BE: number of choices per expert.
         tokens: S, over all sequences.
+        k: choices per token.
     """
     B, E = score_BE.shape
     length = tokens // B
-    # Σ/length is the mean, count/(length·k) the share; the mean over B sequences is the last division.
+    # Σ/length is the mean, count/(length·k) the share. One factor has all divisions, which saves two passes over [B,
+    # E].
     return (score_BE * count_BE).sum() * (E / max(B * length * length * k, 1))
 
 
@@ -130,7 +130,6 @@ def z_loss(logits_SE: Tensor) -> Tensor:
 
 
 def z_loss_of_sums(logsumexp_S: Tensor) -> Tensor:
-    """Return `z_loss` from the logsumexp of each token's logits."""
     return logsumexp_S.square().sum() / max(logsumexp_S.shape[0], 1)
 
 
@@ -138,7 +137,7 @@ def logsumexp_of_rows(logits_SE: Tensor) -> Tensor:
     """Return `logsumexp` over experts, also in graphs with an unknown number of tokens."""
     if not torch.compiler.is_compiling():
         return logits_SE.logsumexp(1)
-    # PyTorch's logsumexp specialises on the number. The highest logit minus its log-probability is equal.
+    # PyTorch's logsumexp specialises on the number of tokens. The highest logit minus its log-probability is equal.
     return logits_SE.amax(1) - logits_SE.log_softmax(1).amax(1)
 
 

@@ -3,7 +3,7 @@
     spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=8))
 
 `token_dispatcher` replaces the dispatch and keeps Megatron's experts; `routed_experts` replaces both. Router, losses,
-shared experts and checkpoint names stay Megatron's. With `schedule="auto"` both overlap communication with computation;
+shared experts and checkpoint names stay Megatron's. `schedule="auto"` overlaps communication with computation;
 `fusedmoe.training.tune_model` measures plans during training.
 
 Shape suffixes: T tokens of this rank, D model dim, K top-k, E experts, e local experts, H expert hidden dim, N rows
@@ -58,7 +58,7 @@ SINCE_0_19 = (
     "moe_paged_stash",
     "moe_mlp_glu_interleave_size",
 )
-# Names of Megatron's activation functions in this library, without and with a gate.
+# Names in this library, without and with a gate.
 _ACTIVATIONS = {
     nn.functional.silu: ("silu", "swiglu"),
     nn.functional.gelu: ("gelu", "geglu"),
@@ -69,14 +69,7 @@ _ACTIVATIONS = {
 class MegatronMoELayer(MoELayer):
     """Megatron's layer with this library's token dispatch.
 
-    Args: as for Megatron's `MoELayer`, and
-        timeout_s: maximum wait for other ranks, in seconds.
-        schedule: as for `fusedmoe.MoELayer`.
-    Attributes:
-        fusedmoe_exchange: runs dispatch, experts and combine with the schedule.
-    Raises:
-        ConfigError: an unsupported setting.
-        RankError: in a step or the constructor: a rank failed, or did not join within `timeout_s`.
+    Args, Raises: as for `StagedDispatcher`, and `ConfigError` for an unsupported setting.
     """
 
     def __init__(
@@ -134,7 +127,6 @@ class _LayerExperts(ExternalExperts):
 
 
 def _run_on_sorted_rows(experts: Callable[..., Any], x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-    """Call Megatron's experts on sorted rows; return the sum of each token's results."""
     layout = layout.exact()
     rows, bias = experts(autograd.permute(x_SM, layout), layout.counts_E.cpu(), weight_N)
     assert bias is None, "biases of Megatron's experts are added on the tokens' ranks, which do not have them"
@@ -145,17 +137,13 @@ class StagedDispatcher(MoETokenDispatcher):
     """Megatron's six dispatcher stages: each token is sent once to every rank that hosts one of its experts.
 
     Each such rank returns one sum per token. Tokens cross the expert-parallel ranks by all-to-all; the ranks that share
-    an expert gather them and scatter the sums. Waits are bounded. Each stage stores state for the next: as with
-    Megatron's dispatchers, call the six in order, once per forward.
+    an expert gather them and scatter the sums. Call the six stages in order, once per forward: each stores state for
+    the next. With a `schedule` other than "off", the experts' stage runs dispatch, experts and combine by the schedule,
+    and the two communication stages do nothing.
 
     Args:
         pg_collection: Megatron's process groups `ep`, `expt_tp` and `tp_ep`. Construction is collective over the last.
         timeout_s: maximum wait for other ranks, in seconds.
-        experts: of this rank.
-        schedule: other than "off": the experts' stage runs dispatch, experts and combine by the schedule, and the two
-            communication stages do nothing.
-    Attributes:
-        exchange: runs the token path with the schedule.
     Raises:
         ConfigError: groups that do not form a grid; with one rank, in a step: NaN or infinite tokens or weights (on
             CUDA in a later step).
@@ -177,8 +165,8 @@ class StagedDispatcher(MoETokenDispatcher):
 
     @property
     def uses_plan(self) -> bool:
-        """True if tokens are processed by a plan."""
-        return self._collectives is not None and not self.exchange.is_unplanned
+        """True if a plan of the schedule processes the tokens."""
+        return self._collectives is not None and self.exchange.can_plan
 
     @property
     def _collectives(self) -> Collectives | None:
@@ -203,7 +191,7 @@ class StagedDispatcher(MoETokenDispatcher):
         return x_TD, take_pairs(self._weight_TK, self._layout)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the received tokens [R, D] and the weight of each sorted row. Collective. No-op with a plan."""
+        """Return the received tokens [R, D] and each sorted row's weight. Collective; no-op with a plan."""
         if self.uses_plan:
             return hidden_states, probs
         if self._collectives is None:
@@ -221,19 +209,16 @@ class StagedDispatcher(MoETokenDispatcher):
         return autograd.permute(hidden_states, layout), layout.counts_E.cpu(), probs
 
     def through_experts(self, experts: LocalExperts, hidden_states: Tensor) -> Tensor:
-        """Run experts that gather rows, apply weights and sum results themselves."""
         return experts(hidden_states, self._handle.layout, self._handle.weight_N)
 
     def run_schedule(self, hidden_states: Tensor) -> Tensor:
-        """Run dispatch, experts and combine with the schedule. Return [T, D], the sum of each token's results."""
         return self.exchange.through_experts(hidden_states, self._layout, self._weight_TK)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the sum of each received token's results."""
         return autograd.unpermute(hidden_states, self._handle.layout)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return [T, D], the sum of each token's results. Collective."""
+        """Return [T, D], the sum of each token's results. Collective; no-op with a plan."""
         if self.uses_plan or self._collectives is None:
             return hidden_states
         return self._collectives.combine_by_operators(hidden_states, self._handle)
@@ -245,12 +230,9 @@ class StagedDispatcher(MoETokenDispatcher):
 class StackedExperts(SequentialMLP):
     """`SequentialMLP` with the same parameters and a fused forward, without copies of sorted rows.
 
-    GEMMs run in the rows' dtype. Weights multiply results in float32. Each pass copies the rank's expert weights once.
-
-    Args: as for `SequentialMLP`.
-    Raises:
-        ConfigError: experts with biases, in 8 or 4 bits, with weights applied to their input, or with an unsupported
-            activation.
+    GEMMs run in the rows' dtype; weights multiply results in float32. Each pass copies the rank's expert weights once.
+    Raises `ConfigError` for experts with biases, in 8 or 4 bits, with weights applied to their input, or with an
+    unsupported activation.
     """
 
     def __init__(
@@ -261,9 +243,9 @@ class StackedExperts(SequentialMLP):
         self._gated = bool(config.gated_linear_unit)
 
     def forward(self, x_SD: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        """Return [S, D]: per token the sum of its sorted rows' results, weighted."""
+        """Return [S, D]: the weighted sum of the results of each token's sorted rows."""
         if any(map(has_hooks, self.children())):
-            # Call each expert's modules, as Megatron does: their hooks must run.
+            # Call each expert's modules: their hooks must run.
             return _run_on_sorted_rows(super().forward, x_SD, layout, weight_N)
         how = WeightParts(self._join, _split)
         return experts_in_parts(x_SD, layout, weight_N, self._parts(), how, self._activation)
@@ -272,12 +254,10 @@ class StackedExperts(SequentialMLP):
         return JoinedExperts(self._parts(), WeightParts(self._join, _split), self._activation)
 
     def _parts(self) -> list[Tensor]:
-        # Up projections of all experts, then down projections, as `_join` expects.
         return [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in self.local_experts]
 
     def _join(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Stack the experts' weights, all up then all down projections, to contiguous [e, (2,) H, D] and [e, D, H]."""
-        # One copy per pass: the kernels read all experts as one tensor.
         up, down = (torch.stack(list(half)) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
         return up.unflatten(1, (2, -1)) if self._gated else up, down
 
@@ -412,7 +392,7 @@ def _replace_layers(spec: Any, linears: MLPSubmodules | None, timeout_s: float, 
     other_modules: list[str] = []
 
     def of_experts(mlp: Any) -> Any:
-        # A spec, a constructor with arguments (since Megatron 0.19), or the class itself.
+        # `mlp` is a spec, a constructor with arguments (since Megatron 0.19), or the class itself.
         curried = isinstance(mlp, partial)
         module = mlp.func if curried else getattr(mlp, "module", mlp)
         if module is not MoELayer:

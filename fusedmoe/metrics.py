@@ -1,7 +1,4 @@
-"""Routing metrics of a model: counted on the device in every forward pass, reduced over ranks on request.
-
-`Metrics(model).collect()` returns values by name. `JsonLines` and `TensorBoard` write them.
-"""
+"""Routing metrics of a model: counted on the device in every forward pass, reduced over ranks on request."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ Floats = NDArray[np.float64]
 
 
 class LayerCounters(NamedTuple):
-    """A layer's counters, and the number of ranks its experts are evenly split over (1 if uneven or dynamic)."""
+    """A layer's counters, and over how many ranks its experts are evenly split (1 if uneven or dynamic)."""
 
     counters: RoutingCounters
     ranks: int = 1
@@ -48,10 +45,8 @@ class Collector:
     Args:
         layers: by name, which becomes part of the keys.
         topology: the ranks to reduce over.
-        flops_per_token: FLOP per token of forward and backward (6 per active parameter), for "mfu".
-        peak_flops: peak FLOP/s of a rank's device, for "mfu".
-        exposed_s: returns the seconds since the last collection in which communication ran and computation waited; None
-            if unknown.
+        flops_per_token, peak_flops: as for `Metrics`.
+        exposed_s: returns the exposed seconds since the last collection, None if unknown.
     Raises:
         ConfigError: no layers, or only one of the two FLOP numbers, or one that is not positive.
         RankError: layers differ between ranks.
@@ -87,17 +82,15 @@ class Collector:
 
         Args:
             per_layer: also return each layer's metrics, "moe/NAME/max_vio" and so on.
-            per_expert: also return the load of each expert, "moe/NAME/load/3": number of choices by tokens of all
-                ranks, including dropped choices.
+            per_expert: also return the number of choices of each expert, "moe/NAME/load/3", including dropped choices.
         """
-        # A single rank copies nothing before the synchronization.
         device = device_of(self._topology.world)
         if self._topology.size == 1:
             device = next(iter(self._layers.values())).counters.sums.device
         sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
         exposed_s = self._exposed_s()
         now_s = time.perf_counter()
-        # Times are summed over ranks too, with the number of ranks that have recorded exposed time.
+        # Sums over ranks, with the number of ranks that have recorded exposed time.
         own = [now_s - self._since_s, 0.0 if exposed_s is None else exposed_s, float(exposed_s is not None)]
         sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype, device="cpu").to(device)])
         every_sum = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
@@ -157,11 +150,11 @@ class Metrics(Collector):
     - "moe/dropped": fraction of choices dropped by the capacity
     - "moe/rank_rows": rows received by the busiest rank's experts / mean over ranks, including replicas; only if
       experts are split over ranks and static
-    - "moe/pairs_per_token": (token, k) pairs per token sent. A token is sent once to each rank with any of its experts:
-      this is the reduction in bytes compared with one row per pair. Not for compiled layers
-    - for gates with router logits l: "moe/router_entropy", mean entropy of softmax(l) in nats; "moe/z_loss", mean of
-      logsumexp(l)²; "moe/balance_loss", mean of E·Σ mean(softmax(l)_e)·share_e per forward pass and rank (1 if
-      balanced); independent of the gate's own losses, without coefficients
+    - "moe/pairs_per_token": (token, k) pairs per token sent (once to each rank with any of its experts), the reduction
+      in bytes compared with one row per pair. Not for compiled layers
+    - for gates with router logits l, independent of the gate's own losses: "moe/router_entropy", mean entropy of
+      softmax(l) in nats; "moe/z_loss", mean of logsumexp(l)²; "moe/balance_loss", mean of E·Σ_e
+      mean(softmax(l)_e)·c_e/Σc per forward pass and rank (1 if balanced)
     - "moe/aux_loss": the gate's own losses with their coefficients, mean over forward passes and ranks
     - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
     - "moe/tokens_per_s" over all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
@@ -171,7 +164,13 @@ class Metrics(Collector):
 
     Counters are float64 on the layer's device; only `collect` synchronizes. `close` stops counting.
 
-    Args: see `Collector`. The layers of `model` are numbered in order for timelines and profiles.
+    Args:
+        model: its layers are numbered in order for timelines and profiles.
+        flops_per_token: FLOP per token of forward and backward (6 per active parameter), for "moe/mfu".
+        peak_flops: peak FLOP/s of a rank's device, for "moe/mfu".
+    Raises:
+        ConfigError: no layers, layers of different topologies or with metrics already, or an invalid FLOP number.
+        RankError: layers differ between ranks.
     """
 
     def __init__(
@@ -187,18 +186,16 @@ class Metrics(Collector):
             )
         if any(layer.load.counters is not None for layer in layers):
             raise ConfigError("Metrics: a layer already has metrics: use them, or close() them first")
-        # Timelines of the sampler identify layers by number.
         number_layers(layers)
         watched = {name: _make_layer_counters(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
         super().__init__(watched, topology, exposed_s=lambda: self._exposed_sampler.exposed_s(), **numbers)
-        # Last, because it hooks the model: no error may follow.
+        # Last: it hooks the model, and no error may follow.
         self._exposed_sampler = ExposedSampler(model, topology)
         for name, layer in self._named_layers.items():
             layer.load.counters = watched[name].counters
 
     def close(self) -> None:
-        """Stop counting and remove the hooks."""
         self._exposed_sampler.close()
         for layer in self._named_layers.values():
             layer.load.counters = None
@@ -229,9 +226,8 @@ class ExposedSampler:
             handle.remove()
 
     def exposed_s(self) -> float | None:
-        """Return the seconds since the last call in which communication ran and computation waited.
+        """Return the seconds since the last call in which communication ran and computation waited; None if unrecorded.
 
-        None without a recording.
         Synchronizes with the device.
         """
         if self._recorder is None or not self._recorded_modules:
@@ -242,14 +238,12 @@ class ExposedSampler:
         return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
-        # Compiled graphs are not recorded.
         if torch.compiler.is_compiling():
             return
         if self._recorder is None or module.recorder is not None or not module.training:
             return
         # One pass per module: recording costs time.
         if module not in self._recorded_modules and not is_recomputing():
-            # `_end` removes the recorder: other forward passes run without it.
             self._recorded_modules.add(module)
             module.recorder = self._recorder
 
@@ -266,7 +260,6 @@ def _make_layer_counters(layer: MoELayer) -> LayerCounters:
 
 
 def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:
-    """Return the defined metrics of one layer from the sums of `RoutingCounters`, without prefix."""
     sums = np.asarray(sums, dtype=np.float64)
     chosen_E, kept_E = sums[:experts], sums[experts : 2 * experts]
     terms = dict(zip(TERMS, sums[2 * experts :].tolist(), strict=True))
@@ -306,9 +299,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Append one JSON line per collection to a file: {"step": 20, "moe/max_vio": …}.
-
-    `write` flushes its line: a killed job keeps it.
+    """Append one JSON line per collection to a file: {"step": 20, "moe/max_vio": …}. A killed job keeps all lines.
 
     Raises:
         OSError: the folder does not exist or is not writable.
@@ -318,7 +309,6 @@ class JsonLines:
         self._path = Path(path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        # Opened for each write: no line stays in a buffer of this process.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -344,7 +334,6 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        """Flush and close the writer."""
         self._writer.close()
 
 
@@ -361,8 +350,8 @@ def trace(path: str | os.PathLike[str], model: nn.Module | None = None) -> Itera
     CPU.
 
     Args:
-        path: output file. With several ranks, each writes its own and none has this name: "step.json" becomes
-            step.rank0.json, step.rank1.json and so on. Existing files are replaced; ".json.gz" compresses.
+        path: output file; an existing file is replaced, ".json.gz" compresses. With several ranks, each writes its own
+            file: "step.json" becomes step.rank0.json, step.rank1.json and so on.
         model: number its `MoELayer`s in order, for the ranges; models of `fusedmoe.models` are numbered already.
     Yields:
         The path of this rank's file. It is written at the end, unless the enclosed code raises.

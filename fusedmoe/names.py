@@ -1,4 +1,4 @@
-"""Names that select parts of a layer or job, for choices of the command and of configs. Does not import torch."""
+"""Names that select parts of a layer or job, for settings and help texts. Does not import torch."""
 
 from __future__ import annotations
 

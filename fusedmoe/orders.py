@@ -1,7 +1,4 @@
-"""Orders: sort tokens into the experts' layout and restore them (FSMoE §3.1, Order and I-Order).
-
-The gate sets the capacity; `Order.layout` decides which rows are dropped.
-"""
+"""Orders: sort tokens into the experts' layout and restore them (FSMoE §3.1, Order and I-Order)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = ["Dropless", "Einsum", "Order", "Ordered", "Sparse"]
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """Batch of rows to be dispatched.
+    """Rows to be dispatched.
 
     Attributes:
         x_SM: the tokens, or rows computed from them.
@@ -43,10 +40,11 @@ class Ordered:
 class Order(Constructed):
     """Base class of orders. `restore` inverts `order`: a token's result is the weighted sum of its rows' results.
 
-    A gate that mixes tokens (SoftMoE) supplies its own matrices, which every order then multiplies by.
+    The gate sets the capacity; `layout` decides which rows are dropped. A gate that mixes tokens (SoftMoE) supplies
+    matrices, which every order then multiplies by.
 
-    The three traits below describe what `fusedmoe.pipeline` may do. In a subclass that overrides a method without
-    restating its trait, the trait is False.
+    The three traits describe what `fusedmoe.pipeline` may do. In a subclass that overrides a method without restating
+    its trait, the trait is False.
     """
 
     drops: ClassVar[bool] = True
@@ -60,7 +58,6 @@ class Order(Constructed):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # Traits apply to the methods of the class that states them, not to overrides (also from mixins).
         if not trait_applies(cls, "copies", ("order", "_order", "restore")):
             cls.copies = False
         if not trait_applies(cls, "splits", ("layout", "restore")):
@@ -75,7 +72,13 @@ class Order(Constructed):
         return gate.rows_per_token(tokens)
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
-        """Sort the rows of tokens [S, M] by expert. Differentiable."""
+        """Prepare tokens [S, M] for dispatch. Differentiable.
+
+        With a `Routing`: returns the tokens unsorted, with the layout that sorts them by expert; subclasses may compute
+            rows
+        instead (`Einsum`). With a `SoftRouting`: returns each expert's slots, which are mixtures of all tokens, in
+        order.
+        """
         # SoftMoE slots are mixtures of all tokens: `slots` rows per expert, already sorted, none dropped.
         if isinstance(routing, SoftRouting):
             rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM
@@ -86,7 +89,7 @@ class Order(Constructed):
 
     def restore(self, y_SM: Tensor, ordered: Ordered) -> Tensor:
         """Compute the tokens' results from those of `ordered.x_SM`. Differentiable."""
-        # Rows that are copies of tokens have already been summed per token, on the experts' side or by the dispatcher.
+        # Results of copies of tokens have already been summed per token.
         return y_SM if ordered.combine_SN is None else ordered.combine_SN.to(y_SM.dtype) @ y_SM
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
@@ -119,14 +122,14 @@ class Dropless(Order):
 class Einsum(Order):
     """Multiply by one-hot matrices [S, E·C] (GShard's order): every expert gets exactly C rows, unused rows are zero.
 
-    Equals `Sparse` up to rounding, with S·E·C·M work and S·E·C memory. For study and small sizes.
+    Equals `Sparse` up to rounding, with S·E·C·M work and S·E·C memory. For small sizes.
     """
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
         layout = self.layout(routing, experts).exact()
         assert layout.source_N is not None
         capacity = max(layout.counts, default=0) if routing.capacity is None else routing.capacity
-        # An expert's kept rows are contiguous from column expert · C; its other columns stay zero.
+        # An expert's kept rows start at column expert · C; its other columns stay zero.
         start_E = layout.counts_E.cumsum(0) - layout.counts_E
         expert_N = torch.arange(experts, device=x_SM.device).repeat_interleave(layout.counts_E)
         place_N = torch.arange(layout.rows, device=x_SM.device) - start_E[expert_N] + expert_N * capacity

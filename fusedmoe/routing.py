@@ -5,13 +5,11 @@
     with routing.replay(model, choices):
         loss(model(x)).backward()
 
-In reinforcement learning, generation and training run in different programs, whose routers choose different experts for
-some tokens; this makes training unstable (rollout routing replay). `replay` makes the trained model use the experts of
-the generation, with router weights, losses and gradients from its live logits. `read_vllm` and `read_sglang` read the
-choices that these engines return.
+In reinforcement learning, training is unstable if its router chooses other experts than the generation's (rollout
+routing replay). `read_vllm` and `read_sglang` read the choices that these engines return.
 
 Supported are the routers of `MoELayer` (also under `fusedmoe.pipeline`), transformers, torchtitan, Megatron and
-`fusedmoe.tutel`, with any implementation of their experts. Compiled models run eagerly meanwhile.
+`fusedmoe.tutel`, with any implementation of their experts. Compiled models run eagerly inside both contexts.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class _Router(NamedTuple):
         num_experts: E.
         dims: number of dimensions of the scores.
         used_experts: returns the used experts from the forward's output; None if the output does not contain them.
-        experts: a module called with global expert indices inside that forward, if there is one.
+        experts: a module that the forward calls with global expert indices; None if there is none.
     """
 
     path: str
@@ -60,7 +58,7 @@ def routers(model: nn.Module) -> list[str]:
     """Return the names of the layers whose choices can be recorded, in order.
 
     Raises:
-        ConfigError: the model has none; or a layer whose choices cannot be recorded.
+        ConfigError: the model has no such layers, or a layer whose choices cannot be recorded.
     """
     return list(_find_routers(model))
 
@@ -74,11 +72,11 @@ def record(model: nn.Module, device: torch.device | str | None = None) -> Iterat
         device: where the choices are stored; None: the device that computes them.
     Yields:
         A dictionary, filled when the context ends: by layer [T, K] global expert indices, int16, or int32 for more than
-        32,767 experts, for all T tokens of this rank's router, over all forwards in order. (With a mask passed to
-        `MoELayer`, tokens without padding.)
+            32,767 experts, for all T tokens of this rank's router, over all forwards in order. (With a mask passed to
+            `MoELayer`, tokens without padding.)
     Raises:
-        ConfigError: a model without MoE layers, or with a layer whose choices cannot be recorded; a layer
-            without a forward, or whose router does not use the top-k of its scores; nested records.
+        ConfigError: a model without MoE layers, or with a layer whose choices cannot be recorded; a layer without a
+            forward, or whose router does not use the top-k of its scores; nested records.
     """
     choices: dict[str, Tensor] = {}
     by_name = _find_routers(model)
@@ -87,26 +85,27 @@ def record(model: nn.Module, device: torch.device | str | None = None) -> Iterat
     taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
     for tap in taps.values():
         tap.record(device)
-    with _eager_mode(), _stop_on_error(taps, RouterTap.drop_recording):
+    # Graphs of compiled models contain the router's own choice.
+    with torch.compiler.set_stance("force_eager"), _stop_on_error(taps, RouterTap.drop_recording):
         yield choices
         choices |= {name: tap.stop_recording() for name, tap in taps.items()}
 
 
 @contextmanager
 def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -> Iterator[None]:
-    """Make a model's tokens use the given experts, with weights, losses and gradients from the live logits.
+    """Make a model's tokens use the given experts, with weights, losses and gradients from the model's own logits.
 
-    Each forward of a layer consumes the next rows, one per token of its router: the first micro-batch uses the first
-    rows. Recomputing an activation checkpoint reuses the rows that its forward used, even after the context has
-    ended. Each rank passes the choices of its own tokens.
+    Each forward of a layer consumes the next rows, one per token of its router. Recomputing an activation checkpoint
+    reuses the rows that its forward used, even after the context has ended. Each rank passes the choices of its own
+    tokens.
 
     Args:
         choices: by layer as from `record`, or for all layers in the order of `routers`: [T, K] integers on any device.
             In rows that contain −1 the router chooses the experts itself.
     Raises:
-        ConfigError: other layers than the model's; invalid or repeated experts of a token; from a forward, another
-            number of tokens or experts than the router's; at the end of the context, unused rows, or a layer
-            without a forward.
+        ConfigError: other layers than the model's; invalid or repeated experts of a token; nested replays; from a
+            forward, another number of tokens or experts than the router's; at the end of the context, unused rows, or a
+            layer without a forward.
     """
     by_name = _find_routers(model)
     given = _choices_by_layer(list(by_name), choices)
@@ -117,7 +116,7 @@ def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -
     taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
     for name, tap in taps.items():
         tap.replay(given[name], some_live[name])
-    with _eager_mode(), _stop_on_error(taps, RouterTap.stop_replaying):
+    with torch.compiler.set_stance("force_eager"), _stop_on_error(taps, RouterTap.stop_replaying):
         yield
         for name, tap in taps.items():
             total, left = len(given[name]), tap.stop_replaying()
@@ -137,19 +136,20 @@ def read_vllm(
     """Read the experts that vLLM's tokens chose (`enable_return_routed_experts`), for `replay`.
 
     Args:
-        sequences: per sequence the choices of its prompt [P, L, K] and generated tokens [G, L, K], int16, as NumPy
-            arrays or tensors.
-        tokens: trained length of each sequence: P + G, or one more if the last token was never routed. That token
-            chooses live.
+        sequences: per sequence the choices of its prompt [P, L, K] and generated tokens [G, L, K], integers (vLLM:
+            int16), as NumPy arrays or tensors.
+        tokens: trained length of each sequence: P + G, or one more if vLLM never routed the last token.
         moe_layers: indices of the layers with experts, if L includes dense layers (DeepSeek-V3: `range(3, 61)`);
             None: all.
-        padded_to: padded length of each sequence, with padding on the right, or on the `left`; padding chooses live.
-            None: sequences are packed.
+        padded_to: padded length of each sequence, with padding on the right, or on the `left`. None: sequences are
+            packed.
         sequence_first: True if tokens are laid out [length, batch] (Megatron), else [batch, length].
     Returns:
-        Per layer [T, K].
+        Per layer [T, K]. Tokens without recorded experts (padding, an unrouted last token) have −1: in `replay`, the
+        router chooses their experts.
     Raises:
-        ConfigError: shapes that do not match each other or `tokens`; a layer index that does not exist.
+        ConfigError: shapes that do not match each other or `tokens`; a sequence longer than `padded_to`; a layer index
+            that does not exist; `sequence_first` without `padded_to`.
     """
     joined = [_join_prompt(number, parts) for number, parts in enumerate(sequences)]
     return _arrange_tokens(joined, tokens, moe_layers, padded_to, left, sequence_first)
@@ -168,8 +168,8 @@ def read_sglang(
     """Read the experts that SGLang's tokens chose (`return_routed_experts`), for `replay`.
 
     Args:
-        sequences: per sequence [tokens − 1, L, K] int32, prompt and generated tokens without the last, which chooses
-            live; a NumPy array or a tensor.
+        sequences: per sequence [tokens − 1, L, K] int32, prompt and generated tokens without the last, whose experts
+            the router chooses itself; a NumPy array or a tensor.
         layers_and_k: L and K, for flat arrays (SGLang's bytes, after `numpy.frombuffer(base64.b64decode(…), "int32")`).
         tokens, moe_layers, padded_to, left, sequence_first: see `read_vllm`.
     Returns, Raises: as `read_vllm`.
@@ -250,7 +250,7 @@ def _choices_by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence
 
 
 def _validate_choices(name: str, expert_TK: Tensor, experts: int) -> bool:
-    """Validate choices; return True if some rows choose live."""
+    """Raise `ConfigError` for invalid choices. Return whether the router chooses the experts of some rows itself."""
     if not isinstance(expert_TK, Tensor) or expert_TK.dim() != 2 or expert_TK.is_floating_point():
         got = f"{expert_TK.dtype} {list(expert_TK.shape)}" if isinstance(expert_TK, Tensor) else type(expert_TK)
         raise ConfigError(f"routing.replay: choices of {name} must be integers [T, K], got {got}")
@@ -266,13 +266,6 @@ def _validate_choices(name: str, expert_TK: Tensor, experts: int) -> bool:
     if ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, :1] >= 0)).any():
         raise ConfigError(f"routing.replay: choices of {name} have an expert twice for one token")
     return lowest < 0
-
-
-@contextmanager
-def _eager_mode() -> Iterator[None]:
-    """Run compiled models eagerly: their graphs contain the router's own choice."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @contextmanager
@@ -293,7 +286,7 @@ def _tap(router: MoELayer | _Router) -> RouterTap | None:
 
 
 def _get_or_create_tap(name: str, router: MoELayer | _Router) -> RouterTap:
-    """Return a router's tap, creating it if needed. Replaces the forward of another library's router."""
+    """Return a router's tap. Creating it replaces the forward of another library's router."""
     if (tap := _tap(router)) is not None:
         return tap
     if isinstance(router, MoELayer):
@@ -363,7 +356,10 @@ def _find_routers(model: nn.Module) -> dict[str, MoELayer | _Router]:
 
 
 def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELayer | _Router | None:
-    """Return the router if `module` is one, or is experts chosen by the surrounding module; else None."""
+    """Return the router if `module` is one, or if it is a transformers module of experts, their router; else None.
+
+    Raises `ConfigError` for a gate that chooses no experts.
+    """
     if isinstance(module, MoELayer):
         if isinstance(module.gate, (ExpertChoice, SoftMoE)):
             gate = type(module.gate).__name__
@@ -375,8 +371,7 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
         while path.rpartition(".")[2] in _WRAPPED:
             path = path.rpartition(".")[0]
         around = path.rpartition(".")[0]
-        # With expert parallelism num_experts is local, parameters are global, and the module is also called with local
-        # indices.
+        # With expert parallelism num_experts is local, parameters are global, and calls may have local indices.
         split = is_expert_parallel(module)
         num_experts = len(module.down_proj) if split else int(module.num_experts)
         return _Router(around, modules[around], num_experts, experts=None if split else module)

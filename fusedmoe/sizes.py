@@ -13,20 +13,13 @@ MAX_SIZE = 2**24
 MAX_ELEMENTS = 2**40
 
 
-def is_above_bound(value: float) -> bool:
-    """Return whether a size is not finite or exceeds 2**24."""
-    return not abs(value) <= MAX_SIZE
-
-
 def require_within(who: str, **sizes: float | None) -> None:
-    """Raise `ConfigError` if a size is not finite or exceeds 2**24."""
     for name, value in sizes.items():
-        if value is not None and is_above_bound(value):
+        if value is not None and not abs(value) <= MAX_SIZE:
             raise ConfigError(f"{who}: {name} = {value} is out of bounds; the largest is {MAX_SIZE}")
 
 
 def require_elements(who: str, name: str, shape: Sequence[int]) -> None:
-    """Raise `ConfigError` if a parameter has more than 2**40 elements."""
     if math.prod(shape) > MAX_ELEMENTS:
         raise ConfigError(
             f"{who}: {name} of shape {list(shape)} would have {math.prod(shape)} elements on this rank; the bound is "

@@ -1,7 +1,6 @@
 """Worker threads with bounded waits.
 
-Without memory, a thread may die before it starts its work or reports the result. `Thread.start`, and callers waiting
-for the result, would then block forever.
+Without memory, a thread may die before it starts its work or reports the result, and callers would block forever.
 """
 
 from __future__ import annotations
@@ -52,14 +51,13 @@ class WorkerThread:
         self.end.atexit = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Start a call. The future receives its result or exception."""
         done: Future[T] = Future()
         self._calls.put((call, done))
         return done
 
     def is_done(self, done: Future[Any]) -> bool:
         """Return whether a call is done. Raise its exception, or `MemoryError` if the thread died before."""
-        # Read before `done`: the thread may exit in between.
+        # Read first: the thread may exit in between.
         alive = self._thread.is_alive()
         try:
             if done.done():
@@ -115,8 +113,7 @@ class _StartedEvent(threading.Event):
 
 @atexit.register
 def _end_threads() -> None:
-    # A rank that waited long may still have a request at the store. Native code that returns after the interpreter has
-    # been finalized aborts the process.
+    # A thread that returns from native code after the interpreter has been finalized aborts the process.
     deadline = time.monotonic() + _EXIT_WAIT_S
     threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread) and thread.is_alive()]
     for thread in threads:

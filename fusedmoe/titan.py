@@ -4,9 +4,8 @@
 
 Use one of `token_dispatcher`, which replaces the dispatch and keeps torchtitan's experts, and `routed_experts`, which
 replaces both. `routed_experts={"schedule": "auto"}` overlaps communication with computation;
-`fusedmoe.training.tune_model` measures plans during training. `pipeline(model)` overlaps attention of one micro-batch
-with experts of another over all blocks. With `selective_ac`, selective activation checkpointing runs each exchange
-once. Parameters, their names and shardings stay torchtitan's.
+`fusedmoe.training.tune_model` measures plans during training. With `selective_ac`, selective activation checkpointing
+runs each exchange once. Parameters, their names and shardings stay torchtitan's.
 
 Shape suffixes are torchtitan's: T tokens, D model dim, K top-k, E experts, e local experts, F expert hidden dim, G both
 halves of gpt-oss's up projection (interleaved columns), N rows sorted by expert, R received tokens, S tokens or
@@ -74,12 +73,12 @@ class DispatchMetadata(NamedTuple):
 class TokenDispatcher(BaseEPTokenDispatcher):
     """Sends each token once to every rank that hosts its experts, and returns one sum per rank.
 
-    Scores are sent with the tokens and applied on the experts' ranks. Waits are bounded. Unsupported inputs, and NaN or
-    infinite tokens or scores, raise on all ranks before rows are sent.
+    Scores are sent with the tokens and applied on the experts' ranks. Waits are bounded. NaN or infinite tokens or
+    scores raise on all ranks before rows are sent.
 
     Raises:
-        RankError: in a step, or in `init_buffer`: a rank failed, or did not join within `timeout_s`.
-        ConfigError: without expert parallelism: NaN or infinite tokens or scores (on CUDA in a later call).
+        RankError: in a step, or in `init_buffer`: a rank failed, did not join within `timeout_s`, or has such inputs.
+        ConfigError: without expert parallelism: such inputs (on CUDA in a later call).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -102,7 +101,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         self.exchange = ScheduledExchange(Topology(), experts, self._schedule, _NAME)
 
     def init_buffer(self) -> None:
-        """Create the topology. Collective over the expert-parallel mesh, if there is one."""
+        """Create the topology. Collective over the expert-parallel mesh."""
         if self.ep_mesh is None:
             return
         topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
@@ -114,14 +113,9 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             self._collectives = self.exchange.dispatcher.collectives
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Return rows [N, D] sorted by expert, the row count of each local expert [e], and the metadata."""
-        # The failure would otherwise occur in torchtitan's code.
+        """Return rows [N, D] sorted by expert, the row count of each local expert [e], and the metadata. Collective."""
         if spmd.is_type_checking():
             raise ConfigError(
                 "fusedmoe.titan.token_dispatcher: torchtitan's type checks do not support rows sent by this library; "
@@ -134,12 +128,12 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             return autograd.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
         x_RD, handle = self._collectives.dispatch_by_operators(x_TD, scores_N, layout, nonfinite_flag)
         assert handle.weight_N is not None
-        # Tokens are received once; torchtitan's experts need one row per (token, expert), sorted by expert.
+        # Torchtitan's experts need one row per (token, expert), sorted by expert.
         rows_ND = autograd.permute(x_RD, handle.layout)
         return rows_ND, handle.layout.counts_E, DispatchMetadata(handle.layout, handle.weight_N, handle)
 
     def combine(self, routed_output_RD: Tensor, metadata: DispatchMetadata, x_TD: Tensor) -> Tensor:
-        """Return [T, D], the score-weighted sum of each token's results, in the dtype of `x_TD`."""
+        """Return [T, D], the score-weighted sum of each token's results, in the dtype of `x_TD`. Collective."""
         layout, scores_N, handle = metadata
         # Weighted on the experts' rank: one sum per token is returned.
         rows_ND = (routed_output_RD * scores_N[:, None]).to(routed_output_RD.dtype)
@@ -150,10 +144,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         return y_RD.to(x_TD.dtype)
 
     def through_experts(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
-        """Dispatch tokens, run the experts set by `set_experts`, and combine, as scheduled. Returns [T, D].
-
-        The experts' rank computes the gradient of the scores from the activations: no rank saves expert outputs.
-        """
+        """Dispatch tokens, run the experts and combine, as scheduled. Return [T, D]."""
         assert self.exchange is not None
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
         return self.exchange.through_experts(x_TD, layout, topk_scores_TK)
@@ -167,14 +158,13 @@ class FusedExperts(GroupedExperts):
         pass
 
     def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
-        """Run the experts on their tokens. Returns [S, D], each token's score-weighted sum of expert outputs."""
         return experts_in_parts(x_SD, layout, score_N, self._parts(), _WEIGHT_PARTS, "swiglu")
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
         if not torch.compiler.is_compiling():
             return JoinedExperts(self._parts(), _WEIGHT_PARTS, "swiglu")
         # A graph concatenates its parts, and splits their gradients.
-        w13, w2_EDF = _join([part.to(x_SD.dtype) for part in self._parts()])
+        w13, w2_EDF = _join_weights([part.to(x_SD.dtype) for part in self._parts()])
         return GroupedChunks(Weights(w13, w2_EDF), "swiglu")
 
     def widths(self) -> tuple[int, int]:
@@ -187,7 +177,7 @@ class FusedExperts(GroupedExperts):
 class FusedGptOssExperts(GptOssGroupedExperts):
     """Gpt-oss's experts with the same parameters and another forward.
 
-    GEMMs and activation run in the rows' dtype. (Torchtitan's own experts always compute in bfloat16.)
+    GEMMs and activation run in the rows' dtype; torchtitan's own experts always compute in bfloat16.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -195,7 +185,6 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         pass
 
     def forward(self, x_SD: Tensor, layout: Layout, score_N: Tensor) -> Tensor:
-        """Run the experts on their tokens. Returns [S, D], each token's score-weighted sum of expert outputs."""
         return self._compute(self._local_parameters(), x_SD, layout, score_N)
 
     def in_chunks(self, x_SD: Tensor) -> ChunkExperts:
@@ -215,7 +204,7 @@ class FusedGptOssExperts(GptOssGroupedExperts):
         h_NG = autograd.grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
         a_NF = clamped_swiglu(h_NG, limit=self.swiglu_limit)
         if shards > 1:
-            # Each rank adds 1/shards of the bias: the sum contains it once, and its gradient is complete on every rank.
+            # Each rank adds 1/shards of the bias, with the gradient of the whole bias.
             down_bias_ED = down_bias_ED + (down_bias_ED / shards - down_bias_ED).detach()
         rows_ND = autograd.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
         assert score_N is not None
@@ -236,12 +225,8 @@ class _InnerExperts(ExternalExperts):
 class FusedRoutedExperts(RoutedExperts):
     """Dispatch, experts and combine as one module.
 
-    GEMMs run, and tokens are sent, in the tokens' dtype (FSDP's mixed precision), or in autocast's. (Torchtitan's own
-    experts always compute in bfloat16.) Scores are float32 and weight the results in float32. With tensor parallelism
-    inside experts, a rank has a slice of F and returns a partial sum, as in torchtitan.
-
-    Attributes:
-        fusedmoe_exchange: runs dispatch, experts and combine with the schedule.
+    GEMMs run, and tokens are sent, in the tokens' dtype (FSDP's mixed precision), or in autocast's. Scores are float32.
+    With tensor parallelism inside experts, a rank has a slice of F and returns a partial sum, as in torchtitan.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -267,16 +252,12 @@ class FusedRoutedExperts(RoutedExperts):
         return exchange
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        topk_scores_BLK: Tensor,
-        topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
         """Return [B, L, D], the sum of each token's results, in the dtype of x_BLD."""
         kind = x_BLD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BLD.dtype
-        # Torchtitan's type checks do not know our operators; types are declared at the module's boundary.
+        # Torchtitan's type checks do not know these operators.
         with spmd.no_typecheck():
             scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
             x_TD = x_BLD.flatten(0, 1).to(dtype)
@@ -287,7 +268,7 @@ class FusedRoutedExperts(RoutedExperts):
 class SelectiveAC(activation_checkpoint.SelectiveAC):
     """Torchtitan's selective activation checkpointing that also saves received tokens and their counts.
 
-    A recomputed block reuses these and repeats the expert computation. (See `fusedmoe.training.save_communication`.)
+    A recomputed block then repeats the expert computation only (as `fusedmoe.training.save_communication`).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -299,7 +280,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):
 
 
 def _check_replacement(name: str, held: Any, value: Any) -> None:
-    """Raise for another override of a part of `routed_experts`. Warn if the override has no effect."""
+    """Raise `ConfigError` if another override replaces a part of `routed_experts`; warn if it has no effect."""
     if name in ("inner_experts", "token_dispatcher") and type(value) is not type(held):
         text = f"another override, or quantisation, replaces {name} by {_name(value)} after {_NAME}.routed_experts"
         raise ConfigError(f"{text}; leave one of the two out")
@@ -320,19 +301,19 @@ def _tensor_parallel_ranks(experts: nn.Module) -> int:
     return mesh.size(names.index("tp")) if "tp" in names else 1
 
 
-def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _join_weights(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return contiguous [e, 2, F, D] and [e, D, F]."""
     w1_EFD, w2_EDF, w3_EFD = parts
     # SiLU applies to SwiGLU's gate half, w1; w3 multiplies.
     return torch.stack((w1_EFD, w3_EFD), 1), w2_EDF.contiguous()
 
 
-def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
+def _split_weights(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
     w1_EFD, w3_EFD = w13.unbind(1)
     return w1_EFD, w2_EDF, w3_EFD
 
 
-_WEIGHT_PARTS = WeightParts(_join, _split)
+_WEIGHT_PARTS = WeightParts(_join_weights, _split_weights)
 
 _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 
@@ -346,7 +327,6 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = 
     Raises:
         ConfigError: a dispatcher that pads rows, for quantised experts.
     """
-    # This dispatcher would drop the behaviour of a derived configuration.
     if type(cfg) is not AllToAllTokenDispatcher.Config:
         raise ConfigError(
             f"fusedmoe.titan.token_dispatcher: {_name(cfg)} does more than send rows, such as pad them for quantised "
@@ -412,26 +392,23 @@ FAMILIES = ("DeepSeekV3TransformerBlock", "GptOssTransformerBlock", "Qwen3Transf
 
 
 def pipeline(
-    model: nn.Module,
-    degrees: tuple[int, int] | None = (2, 2),
-    *,
-    policy: str | None = None,
-    recompute: bool = False,
+    model: nn.Module, degrees: tuple[int, int] | None = (2, 2), *, policy: str | None = None, recompute: bool = False
 ) -> list[PipelinedBlocks]:
-    """Pipeline a model's blocks: attention of one micro-batch overlaps with the experts of another.
+    """Pipeline a model's blocks: attention of one micro-batch overlaps with the experts of another. Collective.
 
     As `fusedmoe.hf.pipeline`, for torchtitan's blocks. Losses and gradients equal those of sequential blocks.
 
     Args:
-        model: with `routed_experts`, parallelised and initialised. Blocks of DeepSeek-V3 (also Kimi K2), gpt-oss or
-            Qwen3, neither compiled nor in activation checkpoints.
+        model: a model built with the override `fusedmoe.titan.routed_experts`, after parallelisation and
+            initialisation. Its blocks must be of DeepSeek-V3 (also Kimi K2), gpt-oss or Qwen3, not compiled, and
+            without activation checkpoints.
         degrees, policy, recompute: as for `fusedmoe.hf.pipeline`.
     Returns:
         The pipelined blocks, as `fusedmoe.hf.pipeline`.
     Raises:
-        ConfigError: an unknown policy; blocks of another class, or in activation checkpoints; from a forward: compiled
-            blocks, tensor parallelism, type checks, masks of variable length.
-        RankError: ranks with different blocks or degrees. Collective.
+        ConfigError: an unknown policy; blocks of another class or in activation checkpoints. From a training forward:
+            compiled blocks, tensor parallelism, type checks. From a forward: masks of variable length.
+        RankError: ranks with different blocks or degrees.
     """
     return pipeline_external(model, TitanBlocks(), degrees, policy, recompute)
 

@@ -110,13 +110,13 @@ def test_path_errors_have_no_control_characters(tmp_path: Path) -> None:
 
 
 def _setting(folder: Path) -> None:
-    settings = Settings().to_json() | {EVIL: 1}
+    settings = Settings().to_dict() | {EVIL: 1}
     (folder / "config.json").write_text(dump_with_digest({"settings": settings}))
     read_settings(folder)
 
 
 def _gate(folder: Path) -> None:
-    settings = Settings().to_json()
+    settings = Settings().to_dict()
     settings["model"]["gate"] = EVIL
     (folder / "config.json").write_text(dump_with_digest({"settings": settings}))
     raise ConfigError(describe(read_settings(folder).model))

@@ -176,7 +176,7 @@ class Wait(torch.autograd.Function):
 class WaitingChunks:
     """`Waiting` in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
 
-    can_regroup = needs_input_rows = True
+    can_rechunk = needs_input_rows = True
 
     def __init__(self, row_s: float, weight: Tensor) -> None:
         self._row_s = row_s

@@ -28,7 +28,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.experts.networks import Place, RowExperts
 from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.placement.hecate import WINDOW
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import PlacementCosts, placement_load
 from fusedmoe.training import ShardedExperts
 
@@ -123,7 +123,7 @@ class _Run:
         torch.manual_seed(0)
         self._setting, self._trace, self._step, self.sharded_before = setting, trace, 0, 0
         self._even = Placement.even(setting.ranks, setting.E)
-        self._nodes = Nodes(setting.ranks, setting.ranks_per_node)
+        self._nodes = NodeLayout(setting.ranks, setting.ranks_per_node)
         gates = [_Given(setting.E, trace.tokens_ILWE[:, layer, topology.rank]) for layer in range(setting.layers)]
         self._model = _Model(setting, topology, gates, placement="ep" if name == "ep" else "fssdp")
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)

@@ -87,5 +87,5 @@ def _stack(setting: Setting, step: Step, model: CostModel) -> StepCosts:
     esp = setting.esp
     layer = Workload(1, setting.S * esp, setting.M, setting.H, setting.E, k=1, ep=setting.ep, esp=esp)
     costs = layer.step_costs(model, [step.gradient_bytes] * setting.layers, layer.volumes(), whole=setting.blocks)
-    alike = replace(costs.layers[0], regroup_s=0.0)  # the layout needs no copies between passes
+    alike = replace(costs.layers[0], rechunk_s=0.0)  # the layout needs no copies between passes
     return replace(costs, layers=(alike,) * setting.layers)

@@ -163,7 +163,7 @@ def _product(case: RandomRows, depth: int, columns: int) -> Results:
 
 def _dhidden(case: RandomRows, dim: int, hidden: int) -> Results:
     activation = ACTIVATIONS[case.variant.activation]
-    dy_SM, h = case.random(case.tokens, dim), case.random_rows(activation.halves * hidden)
+    dy_SM, h = case.random(case.tokens, dim), case.random_rows(activation.num_projections * hidden)
     w2 = case.random(case.experts, dim, hidden) / dim**0.5
     weight_N = case.random_rows(dtype=torch.float32) if case.variant.extra else None
     dh, a, ds_N = dhidden(case.call, dy_SM, h, weight_N, Weights(w2, w2), activation)

@@ -25,7 +25,7 @@ from bench.provenance import provenance
 from fusedmoe.placement.balance import balance, cheapest_balance
 from fusedmoe.placement.expert_map import balance_experts
 from fusedmoe.placement.hecate import materialise
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 
 #: Results file and measured code.
 FILE = "placement_simulated.json"
@@ -95,20 +95,22 @@ def simulated(iterations: int, seed: int, memory: int) -> dict[str, Any]:
 
 def balanced(ranks: int, experts: int) -> dict[str, Any]:
     """Time exact balance of synthetic loads, without replicas and with Algorithm 1's for the previous iteration."""
-    nodes, m = Nodes(ranks, 8), 2
+    node_layout, m = NodeLayout(ranks, 8), 2
     trace = make_loads(2, 1, ranks, experts)
     even, tokens_WE = Placement.even(ranks, experts), trace.tokens_ILWE[1, 0]
-    copied = materialise(even, trace.load_ILE[0, 0], nodes, experts, m)
+    copied = materialise(even, trace.load_ILE[0, 0], node_layout, experts, m)
     found = {}
     for name, before in (("no copies", even), ("copies", copied)):
-        exact = balance(before, tokens_WE, nodes, m)
+        exact = balance(before, tokens_WE, node_layout, m)
         found[name] = {
-            "balance_s": _median_s(lambda before=before: balance(before, tokens_WE, nodes, m)),
-            "cheapest_s": _median_s(lambda before=before: cheapest_balance(before, tokens_WE, nodes, m, CLUSTER_A)),
+            "balance_s": _median_s(lambda before=before: balance(before, tokens_WE, node_layout, m)),
+            "cheapest_s": _median_s(
+                lambda before=before: cheapest_balance(before, tokens_WE, node_layout, m, CLUSTER_A)
+            ),
             # A new balance, to include its one-time work.
             "split_s": _median_s(lambda exact=exact: replace(exact).sent_from(0)),
             "over_mean": exact.max_rank_rows * ranks / int(tokens_WE.sum()),
-            "over_mean_before": balance(before, tokens_WE, nodes, 0).max_rank_rows * ranks / int(tokens_WE.sum()),
+            "over_mean_before": balance(before, tokens_WE, node_layout, 0).max_rank_rows * ranks / int(tokens_WE.sum()),
             "new_copies": int((exact.placement.extra_W() - before.extra_W()).sum()),
         }
     quick = balance_experts(tokens_WE, replicas=m, ranks_per_node=8)

@@ -29,7 +29,7 @@ from fusedmoe.placement.hecate import (
     reshard,
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.planner import call_policy
 from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, layer_s, placement_load, transfers_s
 
@@ -73,13 +73,13 @@ class Situation:
     before: tuple[Placement, ...]
     history_ILE: NDArray[np.int64]
     tokens_LWE: NDArray[np.int64]
-    nodes: Nodes
+    node_layout: NodeLayout
     costs: PlacementCosts
 
     def layers(self, placements: Sequence[Placement]) -> list[LayerLoads]:
         """Return each layer's load information, as passed to the library's policies, with these placements."""
         return [
-            LayerLoads(self.iteration, placement, self.history_ILE[:, number], self.nodes, self.costs)
+            LayerLoads(self.iteration, placement, self.history_ILE[:, number], self.node_layout, self.costs)
             for number, placement in enumerate(placements)
         ]
 
@@ -123,7 +123,7 @@ def by_layer(function: LayerPolicy, *, t: int) -> Policy:
             exposed = np.flatnonzero(holds_EW.sum(axis=1) > 1)[t:]
             holds_EW[exposed] = placement.sharding.holds_EW[exposed]
             hidden = Placement.holding(placement.owners, holds_EW)
-            waits_s += exposed_gather_s(hidden, placement, now.nodes, now.costs)
+            waits_s += exposed_gather_s(hidden, placement, now.node_layout, now.costs)
         return Decision(placements, waits_s, sent + _synchronised(placements, now))
 
     return policy
@@ -140,15 +140,15 @@ def hecate(
     shardings = tuple(placement.sharding for placement in now.before)
     waits_s, sent = 0.0, 0
     if sharded and is_due(now.iteration):
-        resharded = reshard(shardings, predict_load(now.history_ILE), now.nodes, t)
+        resharded = reshard(shardings, predict_load(now.history_ILE), now.node_layout, t)
         waits_s, sent = _moved(shardings, resharded, now)
         shardings = resharded
     placements = []
     for layer, tokens_WE in zip(now.layers(shardings), now.tokens_LWE, strict=True):
         placement = hecate_of_layer(layer, t=t, m=m, searches=searches)
         if calibrated:
-            more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
-            waits_s += exposed_gather_s(placement, more, now.nodes, now.costs)
+            more = calibrate(placement, tokens_WE, now.node_layout, m, now.costs)
+            waits_s += exposed_gather_s(placement, more, now.node_layout, now.costs)
             placement = more
         placements.append(placement)
     return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
@@ -162,8 +162,8 @@ def exact(now: Situation, *, t: int, m: int, level: float | None = None) -> Deci
 
     def after_gate(placement: Placement, tokens_WE: NDArray[np.int64]) -> Balance:
         if level is None:
-            return cheapest_balance(placement, tokens_WE, now.nodes, m, now.costs)
-        return balance(placement, tokens_WE, now.nodes, m, level)
+            return cheapest_balance(placement, tokens_WE, now.node_layout, m, now.costs)
+        return balance(placement, tokens_WE, now.node_layout, m, level)
 
     return _balanced(now, hecate(now, t=t, m=m), after_gate)
 
@@ -172,7 +172,9 @@ def auto(now: Situation, *, t: int, m: int) -> Decision:
     """Hecate, and exact balance where it pays, as `ShardedExperts(balance="auto")` with free planning."""
     shardings = [placement.sharding for placement in now.before]
     predicted = hecate(now, t=t, m=m, sharded=is_uneven(shardings, predict_load(now.history_ILE)))
-    return _balanced(now, predicted, lambda before, tokens_WE: auto_balance(before, tokens_WE, now.nodes, m, now.costs))
+    return _balanced(
+        now, predicted, lambda before, tokens_WE: auto_balance(before, tokens_WE, now.node_layout, m, now.costs)
+    )
 
 
 def _balanced(
@@ -186,7 +188,7 @@ def _balanced(
     for placement, tokens_WE in zip(predicted.placements, now.tokens_LWE, strict=True):
         found.append(after_gate(placement, tokens_WE))
         kept = placement.both(found[-1].placement)
-        waits_s += exposed_gather_s(kept, found[-1].placement, now.nodes, now.costs)
+        waits_s += exposed_gather_s(kept, found[-1].placement, now.node_layout, now.costs)
         given_up += int((placement.extra_W() - kept.extra_W()).sum())
     placements = tuple(one.placement for one in found)
     sent = predicted.sent_bytes - _synchronised(predicted.placements, now) + _synchronised(placements, now)
@@ -204,20 +206,22 @@ def shadowing(now: Situation, *, m: int) -> Decision:
     """
     placements, waits_s = [], 0.0
     for before, tokens_WE in zip(now.before, now.tokens_LWE, strict=True):
-        placement = shadow(before.sharding, tokens_WE, now.nodes, m, now.costs)
+        placement = shadow(before.sharding, tokens_WE, now.node_layout, m, now.costs)
         placements.append(placement)
-        waits_s += exposed_gather_s(before.sharding, placement, now.nodes, now.costs)
+        waits_s += exposed_gather_s(before.sharding, placement, now.node_layout, now.costs)
     return Decision(tuple(placements), waits_s, _synchronised(placements, now))
 
 
-def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
+def shadow(
+    sharding: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, m: int, costs: PlacementCosts
+) -> Placement:
     """Return shadowing's placement of one layer after its gate."""
     load_E = tokens_WE.sum(axis=0)
-    best, best_s = sharding, layer_s(placement_load(tokens_WE, sharding, nodes), costs)
+    best, best_s = sharding, layer_s(placement_load(tokens_WE, sharding, node_layout), costs)
     for shadows in range(1, min(m, sharding.experts) + 1):
-        candidate = materialise(sharding, load_E, nodes, shadows, shadows)
-        seconds = exposed_gather_s(sharding, candidate, nodes, costs) + layer_s(
-            placement_load(tokens_WE, candidate, nodes), costs
+        candidate = materialise(sharding, load_E, node_layout, shadows, shadows)
+        seconds = exposed_gather_s(sharding, candidate, node_layout, costs) + layer_s(
+            placement_load(tokens_WE, candidate, node_layout), costs
         )
         if seconds >= best_s:
             break
@@ -242,7 +246,7 @@ def swap(now: LayerLoads, *, every: int = 25) -> Placement:
     if now.step % every and now.step != WINDOW:
         return now.placement
     load_E = predict_load(now.history_IE)
-    after, tokens_WE = _swapped(now.placement, load_E), _spread(load_E, now.nodes)
+    after, tokens_WE = _swapped(now.placement, load_E), _spread(load_E, now.node_layout)
     saved_s = every * (_layer_s(tokens_WE, now.placement, now) - _layer_s(tokens_WE, after, now))
     return after if saved_s > _moved([now.placement], [after], now)[0] else now.placement
 
@@ -254,7 +258,9 @@ def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
     """
     decided = [_replicated(layer, m, every) for layer in now.layers(now.before)]
     placements = tuple(placement for placement, _ in decided)
-    waits_s = sum(transfers_s(copies, now.nodes, now.costs, now.costs.move_bytes) for _, copies in decided if copies)
+    waits_s = sum(
+        transfers_s(copies, now.node_layout, now.costs, now.costs.move_bytes) for _, copies in decided if copies
+    )
     sent = sum(len(copies) for _, copies in decided) * now.costs.move_bytes
     return Decision(placements, waits_s, sent + _synchronised(placements, now), replica_state=True)
 
@@ -276,16 +282,16 @@ def _replicated(now: LayerLoads, m: int, every: int) -> tuple[Placement, list[Tr
     if now.step % every and now.step != WINDOW:
         return before, []
     load_E = predict_load(now.history_IE)
-    tokens_WE = _spread(load_E, now.nodes)
+    tokens_WE = _spread(load_E, now.node_layout)
     placement, copies = before, list[Transfer]()
     best, best_s, best_copies = before, every * _layer_s(tokens_WE, before, now), 0
-    while len(copies) - best_copies < now.nodes.ranks:  # stop after one step per rank without gain
-        grown = _grown(placement, load_E, tokens_WE, m, now.nodes)
+    while len(copies) - best_copies < now.node_layout.num_ranks:  # stop after one step per rank without gain
+        grown = _grown(placement, load_E, tokens_WE, m, now.node_layout)
         if grown is None:
             break
         placement, copy = grown
         copies.append(copy)
-        wait_s = transfers_s(copies, now.nodes, now.costs, now.costs.move_bytes)
+        wait_s = transfers_s(copies, now.node_layout, now.costs, now.costs.move_bytes)
         seconds = every * _layer_s(tokens_WE, placement, now) + wait_s
         if seconds < best_s:
             best, best_s, best_copies = placement, seconds, len(copies)
@@ -293,13 +299,13 @@ def _replicated(now: LayerLoads, m: int, every: int) -> tuple[Placement, list[Tr
 
 
 def _grown(
-    placement: Placement, load_E: NDArray[np.float64], tokens_WE: NDArray[np.int64], m: int, nodes: Nodes
+    placement: Placement, load_E: NDArray[np.float64], tokens_WE: NDArray[np.int64], m: int, node_layout: NodeLayout
 ) -> tuple[Placement, Transfer] | None:
     """Add a replica of the expert with the highest load per replica; None if there is no free slot."""
     holds_EW = placement.holds_EW.copy()
     share_E = load_E / holds_EW.sum(axis=1)
     expert = int(share_E.argmax())
-    work_W = placement_load(tokens_WE, placement, nodes).work_W
+    work_W = placement_load(tokens_WE, placement, node_layout).work_W
     room_W = (placement.extra_W() < m) & ~holds_EW[expert]
     if not room_W.any():
         # Load per remaining replica; must be below the expert's current load per replica.
@@ -324,7 +330,7 @@ def _grown(
 
 def _swapped(placement: Placement, load_E: NDArray[np.float64]) -> Placement:
     owner_E = np.array(placement.owners)
-    work_W = np.bincount(owner_E, weights=load_E, minlength=placement.ranks)
+    work_W = np.bincount(owner_E, weights=load_E, minlength=placement.num_ranks)
     while True:
         busiest = int(work_W.argmax())
         ours, others = np.flatnonzero(owner_E == busiest), np.flatnonzero(owner_E != busiest)
@@ -337,27 +343,27 @@ def _swapped(placement: Placement, load_E: NDArray[np.float64]) -> Placement:
             break
         mine, theirs = ours[a], others[b]
         owner_E[mine], owner_E[theirs] = owner_E[theirs], owner_E[mine]
-        work_W = np.bincount(owner_E, weights=load_E, minlength=placement.ranks)
-    return Placement(placement.ranks, tuple(owner_E.tolist()))
+        work_W = np.bincount(owner_E, weights=load_E, minlength=placement.num_ranks)
+    return Placement(placement.num_ranks, tuple(owner_E.tolist()))
 
 
 def _layer_s(tokens_WE: NDArray[np.int64], placement: Placement, now: LayerLoads) -> float:
-    return layer_s(placement_load(tokens_WE, placement, now.nodes), now.costs)
+    return layer_s(placement_load(tokens_WE, placement, now.node_layout), now.costs)
 
 
-def _spread(load_E: NDArray[np.float64], nodes: Nodes) -> NDArray[np.int64]:
+def _spread(load_E: NDArray[np.float64], node_layout: NodeLayout) -> NDArray[np.int64]:
     """Return an expected load [W, E], equal on every rank."""
-    return np.tile(np.rint(load_E / nodes.ranks).astype(np.int64), (nodes.ranks, 1))
+    return np.tile(np.rint(load_E / node_layout.num_ranks).astype(np.int64), (node_layout.num_ranks, 1))
 
 
 def _moved(before: Sequence[Placement], after: Sequence[Placement], now: Situation | LayerLoads) -> tuple[float, int]:
     found = [Transfer(one.expert, one.source, one.target, 0) for one in moves(before, after)]
-    return transfers_s(found, now.nodes, now.costs, now.costs.move_bytes), len(found) * now.costs.move_bytes
+    return transfers_s(found, now.node_layout, now.costs, now.costs.move_bytes), len(found) * now.costs.move_bytes
 
 
 def _synchronised(placements: Iterable[Placement], now: Situation) -> int:
     """Return the bytes of sending parameters to replicas and their gradients back, or of an all-reduce (Eq. 2)."""
-    volumes = (predicted_volume(one.sharding, one, now.nodes, now.costs.expert_bytes) for one in placements)
+    volumes = (predicted_volume(one.sharding, one, now.node_layout, now.costs.expert_bytes) for one in placements)
     return 2 * sum(volume.total for volume in volumes)
 
 
@@ -394,7 +400,7 @@ class Volume(NamedTuple):
     limit: int
 
 
-def predicted_volume(before: Placement, after: Placement, nodes: Nodes, expert_bytes: int) -> Volume:
+def predicted_volume(before: Placement, after: Placement, node_layout: NodeLayout, expert_bytes: int) -> Volume:
     """Return the volume of a gather, and of its reduce-scatter (H2, with a correction of the paper's Eq. 2).
 
     An expert on d ranks is sent d − 1 times, and between nodes once per additional node. Per group member this is (d −
@@ -402,11 +408,13 @@ def predicted_volume(before: Placement, after: Placement, nodes: Nodes, expert_b
     λS: no rank sends or receives more on one kind of link.
     """
     new_E = after.holds_EW.sum(axis=1) - before.holds_EW.sum(axis=1)
-    nodes_E = _nodes_of(after, nodes) - _nodes_of(before, nodes)
+    nodes_E = _nodes_of(after, node_layout) - _nodes_of(before, node_layout)
     total, inter, travelling = int(new_E.sum()), int(nodes_E.sum()), int((new_E > 0).sum())
     return Volume(total * expert_bytes, inter * expert_bytes, travelling * expert_bytes)
 
 
-def _nodes_of(placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = placement.holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1)
+def _nodes_of(placement: Placement, node_layout: NodeLayout) -> NDArray[np.int64]:
+    found: NDArray[np.int64] = (
+        placement.holds_EW.reshape(-1, node_layout.num_nodes, node_layout.per_node).any(axis=2).sum(axis=1)
+    )
     return found

@@ -10,34 +10,37 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from fusedmoe.placement.balance import cheapest_balance, exposed_s
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, gather_transfers, layer_s, split_tokens, transfers_s
 from fusedmoe.schedule.policies.lancet_plans import solve_integer_program
 
 
 def best_placement(
-    sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, t: int, m: int, costs: PlacementCosts
+    sharding: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, t: int, m: int, costs: PlacementCosts
 ) -> Placement:
     """Return the placement with the least `layer_s`, with at most `t` experts sent, at most `m` to a rank."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     counts = [
-        [[] for _ in range(nodes.ranks)] for _ in range(5)
+        [[] for _ in range(node_layout.num_ranks)] for _ in range(5)
     ]  # work; bytes sent and received on both kinds of links
-    inside = np.arange(nodes.ranks)[:, None] // nodes.per_node == np.arange(nodes.ranks) // nodes.per_node
-    extra: list[list] = [[] for _ in range(nodes.ranks)]
+    inside = (
+        np.arange(node_layout.num_ranks)[:, None] // node_layout.per_node
+        == np.arange(node_layout.num_ranks) // node_layout.per_node
+    )
+    extra: list[list] = [[] for _ in range(node_layout.num_ranks)]
     travels, patterns = [], {}
     for expert, owner in enumerate(sharding.owners):
-        others = [rank for rank in range(nodes.ranks) if rank != owner]
-        sets = list(chain.from_iterable(combinations(others, size) for size in range(nodes.ranks)))
+        others = [rank for rank in range(node_layout.num_ranks) if rank != owner]
+        sets = list(chain.from_iterable(combinations(others, size) for size in range(node_layout.num_ranks)))
         chosen = [model.new_bool_var("") for _ in sets]
         model.add_exactly_one(chosen)
         travels += chosen[1:]  # the first is the empty one
         for ranks, variable in zip(sets, chosen, strict=True):
             patterns[expert, ranks] = variable
-            alone = Placement(nodes.ranks, (owner,), (ranks,))
-            flow = split_tokens(tokens_WE[:, [expert]], alone, nodes)[:, 0]
+            alone = Placement(node_layout.num_ranks, (owner,), (ranks,))
+            flow = split_tokens(tokens_WE[:, [expert]], alone, node_layout)[:, 0]
             inter, intra = np.where(inside, 0, flow), np.where(inside, flow, 0)
             np.fill_diagonal(intra, 0)
             of = (flow.sum(0), inter.sum(0), inter.sum(1), intra.sum(0), intra.sum(1))
@@ -50,7 +53,7 @@ def best_placement(
     busiest, exchange = model.new_int_var(0, most, ""), model.new_int_var(0, 10**12, "")
     # In thousandths of a token's compute time.
     link = [1000 * EXCHANGES * costs.token_bytes / speed / costs.token_s for speed in _speeds(costs)]
-    for rank in range(nodes.ranks):
+    for rank in range(node_layout.num_ranks):
         model.add(sum(counts[0][rank]) <= busiest)
         for count, each in zip(counts[1:], link, strict=True):
             model.add(round(each) * sum(count[rank]) <= exchange)
@@ -60,7 +63,7 @@ def best_placement(
     solver = solve_integer_program(model, limit=20.0)
     assert solver is not None and solver.best_objective_bound >= solver.objective_value - 0.5, "not proven to be best"
     found = {expert: ranks for (expert, ranks), variable in patterns.items() if solver.boolean_value(variable)}
-    return Placement(nodes.ranks, sharding.owners, tuple(found[expert] for expert in range(sharding.experts)))
+    return Placement(node_layout.num_ranks, sharding.owners, tuple(found[expert] for expert in range(sharding.experts)))
 
 
 def _speeds(costs: PlacementCosts) -> tuple[float, ...]:
@@ -81,7 +84,7 @@ def _shared(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int | 
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    ranks, copies = range(sharding.ranks), []
+    ranks, copies = range(sharding.num_ranks), []
     computed = [[model.new_int_var(0, load, "") for _ in ranks] for load in load_E.tolist()]
     for of, load, owner in zip(computed, load_E.tolist(), sharding.owners, strict=True):
         model.add(sum(of) == load)
@@ -100,27 +103,27 @@ def _shared(sharding: Placement, load_E: NDArray[np.int64], m: int, most: int | 
 
 
 def least_layer_s(
-    sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
+    sharding: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, m: int, costs: PlacementCosts
 ) -> float:
     """Return the minimum time of a layer and its exposed replicas (`layer_s`, `exposed_s`), with `m` replicas per rank.
 
     Over all placements and all, even fractional, distributions of rows over replicas, by linear programming.
     """
     placements = [
-        (transfers_s(gather_transfers(sharding, one, nodes), nodes, costs, costs.expert_bytes), one)
+        (transfers_s(gather_transfers(sharding, one, node_layout), node_layout, costs, costs.expert_bytes), one)
         for one in _with_room(sharding, m)
     ]
-    mean_s, least_s = float(tokens_WE.sum()) / nodes.ranks * costs.token_s, np.inf
+    mean_s, least_s = float(tokens_WE.sum()) / node_layout.num_ranks * costs.token_s, np.inf
     for there_s, placement in sorted(placements, key=lambda one: one[0]):
         # Sending gradients is not hidden here; longer transfers of replicas cannot be optimal.
         if there_s and mean_s + there_s >= least_s:
             break
-        least_s = min(least_s, _shared_s(placement, tokens_WE, nodes, costs, there_s))
+        least_s = min(least_s, _shared_s(placement, tokens_WE, node_layout, costs, there_s))
     return least_s
 
 
 def _with_room(sharding: Placement, m: int) -> Iterator[Placement]:
-    others = [[e for e, owner in enumerate(sharding.owners) if owner != rank] for rank in range(sharding.ranks)]
+    others = [[e for e, owner in enumerate(sharding.owners) if owner != rank] for rank in range(sharding.num_ranks)]
     sets = ([of for size in range(m + 1) for of in combinations(one, size)] for one in others)
     for of_ranks in product(*sets):
         holds_EW = sharding.holds_EW.copy()
@@ -130,7 +133,7 @@ def _with_room(sharding: Placement, m: int) -> Iterator[Placement]:
 
 
 def _shared_s(
-    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, costs: PlacementCosts, there_s: float
+    placement: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, costs: PlacementCosts, there_s: float
 ) -> float:
     """Return `least_layer_s` of one placement, whose replicas take `there_s` to send."""
     ranks, experts = tokens_WE.shape
@@ -144,7 +147,7 @@ def _shared_s(
         sum_NX[rank * experts + expert, place] = 1
         compute_WX[at, place] = costs.token_s
         if rank != at:
-            inside = nodes.of(rank) == nodes.of(at)
+            inside = node_layout.of(rank) == node_layout.of(at)
             each_s = costs.token_bytes / (costs.intra_bytes_s if inside else costs.inter_bytes_s)
             for of, end in enumerate((rank, at)):
                 links_LX[(2 * inside + of) * ranks + end, place] = each_s
@@ -161,13 +164,13 @@ def price_gap(seed: int) -> float:
     Four ranks on two nodes with memory for one replica each; costs of links and replicas range from far below to far
     above those of the experts.
     """
-    rng, nodes, experts = np.random.default_rng(seed), Nodes(4, 2), 4
+    rng, node_layout, experts = np.random.default_rng(seed), NodeLayout(4, 2), 4
     skewed_E = np.exp(rng.uniform(0.3, 2.0) * rng.standard_normal(experts))
     asked_WE = skewed_E * np.exp(0.3 * rng.standard_normal((4, experts)))
     tokens_WE = np.stack([rng.multinomial(2000, asked_E / asked_E.sum()) for asked_E in asked_WE])
     inter_bytes_s, expert_bytes = 1e9 * 10 ** rng.uniform(-0.7, 0.7), int(10 ** rng.uniform(3.5, 6.0))
     costs = PlacementCosts(1e-6, 1000, expert_bytes, 0, inter_bytes_s, 1e10)
     even = Placement.even(4, experts)
-    found = cheapest_balance(even, tokens_WE, nodes, 1, costs)
+    found = cheapest_balance(even, tokens_WE, node_layout, 1, costs)
     found_s = layer_s(found.load, costs) + exposed_s(even, found, costs)
-    return found_s / least_layer_s(even, tokens_WE, nodes, 1, costs) - 1
+    return found_s / least_layer_s(even, tokens_WE, node_layout, 1, costs) - 1

@@ -35,7 +35,7 @@ from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.cli.settings import parse_figure_path, parse_output_path
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text
-from fusedmoe.placement.placement import Nodes
+from fusedmoe.placement.placement import NodeLayout
 from fusedmoe.runtime.progress import ProgressBar
 
 DESCRIPTION = """\
@@ -166,20 +166,20 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--layer {arguments.layer}: the loads are of layers 0 to {trace.layers - 1}")
     if arguments.overlap < 0 or arguments.memory < 0:
         raise ConfigError(f"-t {arguments.overlap} and -m {arguments.memory} must be 0 or more")
-    nodes = Nodes(trace.ranks, arguments.ranks_per_node)
+    node_layout = NodeLayout(trace.ranks, arguments.ranks_per_node)
     if arguments.save is not None:
         arguments.save.write_text(trace.to_json(), encoding="utf-8")
-    best = _simulate(trace, nodes, arguments, own)
+    best = _simulate(trace, node_layout, arguments, own)
     outcomes = {name: outcome for name, (_, outcome) in best.items()}
     settings = {name: setting for name, (setting, _) in best.items()}
     if arguments.png is not None:
-        title = f"Layer {arguments.layer}: ep before, {arguments.policy} after, {nodes} ranks ({trace.source})"
+        title = f"Layer {arguments.layer}: ep before, {arguments.policy} after, {node_layout} ranks ({trace.source})"
         before, after = outcomes["ep"], outcomes[arguments.policy]
-        draw(trace, before, after, nodes, arguments.layer, arguments.png, title=title)
+        draw(trace, before, after, node_layout, arguments.layer, arguments.png, title=title)
     if arguments.json:
-        print(json.dumps(_as_dict(trace, nodes, outcomes, settings, arguments), indent=2))
+        print(json.dumps(_as_dict(trace, node_layout, outcomes, settings, arguments), indent=2))
     else:
-        _print(trace, nodes, outcomes, settings, arguments)
+        _print(trace, node_layout, outcomes, settings, arguments)
 
 
 def _own_policy(arguments: argparse.Namespace) -> dict[str, dict[str, Policy]]:
@@ -215,7 +215,7 @@ def _trace(arguments: argparse.Namespace) -> LoadTrace:
 
 
 def _simulate(
-    trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace, own: dict[str, dict[str, Policy]]
+    trace: LoadTrace, node_layout: NodeLayout, arguments: argparse.Namespace, own: dict[str, dict[str, Policy]]
 ) -> dict[str, tuple[str, Outcome]]:
     """Return each policy's outcome with its fastest setting, and that setting."""
     t, m = arguments.overlap, arguments.memory
@@ -239,14 +239,14 @@ def _simulate(
         outcomes = []
         for setting, policy in settings.items():
             with ProgressBar(f"simulating {name} {setting}") as bar:
-                outcomes.append((setting, replay(trace, policy, nodes, CLUSTER_A, show=bar.show)))
+                outcomes.append((setting, replay(trace, policy, node_layout, CLUSTER_A, show=bar.show)))
         best[name] = min(outcomes, key=lambda one: one[1].iteration_s)
     return best
 
 
 def _as_dict(
     trace: LoadTrace,
-    nodes: Nodes,
+    node_layout: NodeLayout,
     outcomes: dict[str, Outcome],
     settings: dict[str, str],
     arguments: argparse.Namespace,
@@ -258,8 +258,8 @@ def _as_dict(
         "iterations": len(trace),
         "layers": trace.layers,
         "experts": trace.experts,
-        "ranks": nodes.ranks,
-        "ranks_per_node": nodes.per_node,
+        "ranks": node_layout.num_ranks,
+        "ranks_per_node": node_layout.per_node,
         "overlap": arguments.overlap,
         "memory": arguments.memory,
         "costs": vars(CLUSTER_A),
@@ -292,7 +292,7 @@ def _as_dict(
 
 def _print(
     trace: LoadTrace,
-    nodes: Nodes,
+    node_layout: NodeLayout,
     outcomes: dict[str, Outcome],
     settings: dict[str, str],
     arguments: argparse.Namespace,
@@ -301,7 +301,7 @@ def _print(
     ep, after, layer = outcomes["ep"], outcomes[arguments.policy], arguments.layer
     console.print(trace.source or "loads from an unnamed source", markup=False, soft_wrap=True)
     console.print(
-        f"{len(trace)} iterations, {trace.layers} layers of {trace.experts} experts on {nodes} ranks; "
+        f"{len(trace)} iterations, {trace.layers} layers of {trace.experts} experts on {node_layout} ranks; "
         f"t = {arguments.overlap}, m = {arguments.memory}"
     )
     table = Table(title="In the mean of iterations, in simulation")
@@ -321,13 +321,13 @@ def _print(
             f"{one.peak_I.max() / 1e6:.0f}",
         )
     console.print(table)
-    console.print(_ranks(ep, after, nodes, layer, arguments.policy))
+    console.print(_ranks(ep, after, node_layout, layer, arguments.policy))
     shares_E = trace.load_ILE[-1, layer] / max(1, trace.load_ILE[-1, layer].sum())
     most = ", ".join(f"expert {expert} {shares_E[expert]:.0%}" for expert in np.argsort(-shares_E, kind="stable")[:5])
     console.print(f"most asked for then: {most}", soft_wrap=True)
 
 
-def _ranks(before: Outcome, after: Outcome, nodes: Nodes, layer: int, policy: str) -> Table:
+def _ranks(before: Outcome, after: Outcome, node_layout: NodeLayout, layer: int, policy: str) -> Table:
     table = Table(title=f"Layer {layer}, last iteration: {policy} (+: a copy)")
     table.add_column("rank", justify="right")
     table.add_column("tokens by ep", justify="right")
@@ -336,7 +336,9 @@ def _ranks(before: Outcome, after: Outcome, nodes: Nodes, layer: int, policy: st
     lines = str(after.last[layer]).splitlines()
     for rank, line in enumerate(lines):
         work = (str(one.work_ILW[-1, layer, rank]) for one in (before, after))
-        table.add_row(str(rank), *work, line.partition(":")[2].strip(), end_section=(rank + 1) % nodes.per_node == 0)
+        table.add_row(
+            str(rank), *work, line.partition(":")[2].strip(), end_section=(rank + 1) % node_layout.per_node == 0
+        )
     return table
 
 

@@ -17,7 +17,7 @@ from bench.placement.baselines import Decision, Policy, Situation
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import WINDOW
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import PlacementCosts, compute_s, exchange_s, placement_load
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Outcome:
 def replay(
     trace: LoadTrace,
     policy: Policy,
-    nodes: Nodes,
+    node_layout: NodeLayout,
     costs: PlacementCosts,
     *,
     show: Callable[[int, int], None] = lambda done, total: None,
@@ -110,8 +110,8 @@ def replay(
     Raises:
         ConfigError: the trace has another number of ranks, or is too short for a prediction.
     """
-    if trace.ranks != nodes.ranks:
-        raise ConfigError(f"simulation: a trace of {trace.ranks} ranks, but {nodes.ranks} ranks in nodes")
+    if trace.ranks != node_layout.num_ranks:
+        raise ConfigError(f"simulation: a trace of {trace.ranks} ranks, but {node_layout.num_ranks} ranks in nodes")
     if len(trace) <= WINDOW:
         raise ConfigError(
             f"simulation: {len(trace)} iterations; the first {WINDOW} are for the prediction, give more than that"
@@ -121,7 +121,7 @@ def replay(
     rows = []
     for iteration in range(WINDOW, len(trace)):
         tokens_LWE = trace.tokens_ILWE[iteration]
-        decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, nodes, costs))
+        decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, node_layout, costs))
         if not all(isinstance(one, Placement) for one in decision.placements):
             name = getattr(policy, "__qualname__", "the policy")
             kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in decision.placements))
@@ -129,7 +129,7 @@ def replay(
         peak_bytes = _peak_bytes(placements, decision, costs)
         placements = decision.placements
         found = decision.loads or [
-            placement_load(tokens, one, nodes) for tokens, one in zip(tokens_LWE, placements, strict=True)
+            placement_load(tokens, one, node_layout) for tokens, one in zip(tokens_LWE, placements, strict=True)
         ]
         rows.append(
             (
@@ -140,7 +140,7 @@ def replay(
                 decision.waits_s,
                 decision.sent_bytes,
                 np.sum([one.extra_W() for one in placements], axis=0).max(),
-                np.sum([np.bincount(one.owners, minlength=one.ranks) for one in placements], axis=0).max(),
+                np.sum([np.bincount(one.owners, minlength=one.num_ranks) for one in placements], axis=0).max(),
                 peak_bytes,
             )
         )
@@ -151,7 +151,9 @@ def replay(
 def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: PlacementCosts) -> int:
     """Return the peak bytes of a rank's experts: during owner changes, layer by layer, or in the iteration."""
     after = decision.placements
-    old_LW, new_LW = (np.array([np.bincount(one.owners, minlength=one.ranks) for one in of]) for of in (before, after))
+    old_LW, new_LW = (
+        np.array([np.bincount(one.owners, minlength=one.num_ranks) for one in of]) for of in (before, after)
+    )
     trained, moved = costs.move_bytes + costs.expert_bytes, costs.move_bytes  # gradients are freed before a move
     replica = trained if decision.replica_state else 2 * costs.expert_bytes
     step_W = trained * new_LW.sum(axis=0) + replica * np.sum([one.extra_W() for one in after], axis=0)
@@ -161,17 +163,26 @@ def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: Placemen
 
 
 def draw(
-    trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, layer: int, path: str | Path, *, title: str
+    trace: LoadTrace,
+    before: Outcome,
+    after: Outcome,
+    node_layout: NodeLayout,
+    layer: int,
+    path: str | Path,
+    *,
+    title: str,
 ) -> None:
     """Write the plot to `path`, in the format of its suffix (.png, .svg, .pdf).
 
     Args:
         before, after: outcomes of two policies. Placement (of `after`) and work are those of the last iteration.
     """
-    figure(trace, before, after, nodes, layer, title=title).savefig(path, dpi=_DPI)
+    figure(trace, before, after, node_layout, layer, title=title).savefig(path, dpi=_DPI)
 
 
-def figure(trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, layer: int, *, title: str) -> Figure:
+def figure(
+    trace: LoadTrace, before: Outcome, after: Outcome, node_layout: NodeLayout, layer: int, *, title: str
+) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -183,8 +194,8 @@ def figure(trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, laye
     order_E = np.argsort(-load_IE.mean(axis=0), kind="stable")
     _draw_loads(loads, load_IE, order_E, trace.first)
     _draw_stragglers(stragglers, before.straggler_IL[:, layer], after.straggler_IL[:, layer], trace.first + WINDOW)
-    _draw_placement(places, after, layer, order_E, nodes)
-    _draw_work(work, before.work_ILW[-1, layer], after.work_ILW[-1, layer], nodes)
+    _draw_placement(places, after, layer, order_E, node_layout)
+    _draw_work(work, before.work_ILW[-1, layer], after.work_ILW[-1, layer], node_layout)
     for axes in (loads, stragglers, places, work):
         axes.tick_params(colors=_FAINT, length=0)
         for spine in axes.spines.values():
@@ -213,7 +224,7 @@ def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[
     axes.legend(loc="lower right", fontsize="small")  # the busiest rank is never below the mean
 
 
-def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.intp], nodes: Nodes) -> None:
+def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.intp], node_layout: NodeLayout) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -222,10 +233,10 @@ def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.i
     holds_EW[np.arange(placement.experts), list(placement.owners)] = 2
     colours = ListedColormap(["white", _REPLICA, _OWNER])
     axes.pcolormesh(holds_EW[order_E], cmap=colours, vmin=0, vmax=2, edgecolors=_RULE, linewidth=0.4)
-    for node in range(1, nodes.count):
-        axes.axvline(node * nodes.per_node, color=_INK, linewidth=1.2)
+    for node in range(1, node_layout.num_nodes):
+        axes.axvline(node * node_layout.per_node, color=_INK, linewidth=1.2)
     axes.set(title="Placement in the last iteration", xlabel="rank, by node", ylabel="expert, the most asked for first")
-    axes.set_xticks(np.arange(nodes.ranks) + 0.5, [str(rank) for rank in range(nodes.ranks)])
+    axes.set_xticks(np.arange(node_layout.num_ranks) + 0.5, [str(rank) for rank in range(node_layout.num_ranks)])
     axes.set_yticks(np.arange(placement.experts) + 0.5, [str(expert) for expert in order_E], fontsize="x-small")
     axes.invert_yaxis()
     axes.legend(
@@ -237,8 +248,8 @@ def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.i
     )
 
 
-def _draw_work(axes: Any, before_W: NDArray[np.int64], after_W: NDArray[np.int64], nodes: Nodes) -> None:
-    ranks_W = np.arange(nodes.ranks)
+def _draw_work(axes: Any, before_W: NDArray[np.int64], after_W: NDArray[np.int64], node_layout: NodeLayout) -> None:
+    ranks_W = np.arange(node_layout.num_ranks)
     axes.bar(ranks_W - 0.2, before_W, 0.4, color=_BEFORE, label="before")
     axes.bar(ranks_W + 0.2, after_W, 0.4, color=_AFTER, label="after")
     axes.axhline(before_W.mean(), color=_FAINT, linewidth=1, linestyle="--", label="mean")

@@ -13,7 +13,7 @@ from bench.placement.made_loads import make_loads
 from bench.placement.replay import Outcome, replay
 from bench.reproduce.table import Part, Progress, Row, Table
 from fusedmoe.placement.hecate import WINDOW, materialise, predict_load
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import gather_transfers, link_bytes
 
 SIZES = Table(
@@ -67,7 +67,7 @@ MEMORY = Table(
     ),
 )
 _PARAMETERS, _FREED, _STATE = 5.73, 0.902, 6
-_LAYERS, _NODES = 12, Nodes(32, 8)
+_LAYERS, _NODES = 12, NodeLayout(32, 8)
 
 
 def memory_by_arithmetic(parameters: float, part: float) -> tuple[float, float]:
@@ -82,9 +82,9 @@ def memory_by_arithmetic(parameters: float, part: float) -> tuple[float, float]:
 
 
 def memory(progress: Progress) -> list[Table]:
-    owned = _EXPERTS / _NODES.ranks
+    owned = _EXPERTS / _NODES.num_ranks
     room = round((_PARAMETERS - 1) * owned)
-    trace = make_loads(WINDOW + 3, _LAYERS, _NODES.ranks, _EXPERTS, seed=0)
+    trace = make_loads(WINDOW + 3, _LAYERS, _NODES.num_ranks, _EXPERTS, seed=0)
     policies: tuple[Policy, ...] = (
         expert_parallelism,
         partial(hecate, t=room, m=room, searches=False),
@@ -127,12 +127,12 @@ STRAGGLERS = Table(
     ),
 )
 _ITERATIONS, _OVERLAP, _ROOMS = 40, 8, (2, 4)
-_RANKS = Nodes(16, 4)
+_RANKS = NodeLayout(16, 4)
 
 
 def stragglers(progress: Progress) -> list[Table]:
     """Compare every figure for both memory sizes: the published algorithm, then with this library's search."""
-    trace = make_loads(_ITERATIONS, 24, _RANKS.ranks, 32, seed=0)
+    trace = make_loads(_ITERATIONS, 24, _RANKS.num_ranks, 32, seed=0)
     policies: dict[tuple[str, int], Policy] = {
         ("ep", 0): expert_parallelism,
         ("sharded", 0): partial(hecate, t=0, m=0, searches=False),
@@ -218,8 +218,8 @@ VOLUMES = Table(
 
 
 def volumes(progress: Progress) -> list[Table]:
-    loads = predict_load(make_loads(WINDOW, 24, _RANKS.ranks, 32, seed=0).load_ILE)
-    even, nbytes = Placement.even(_RANKS.ranks, 32), CLUSTER_A.expert_bytes
+    loads = predict_load(make_loads(WINDOW, 24, _RANKS.num_ranks, 32, seed=0).load_ILE)
+    even, nbytes = Placement.even(_RANKS.num_ranks, 32), CLUSTER_A.expert_bytes
     busiest, sent, groups = [], [], []
     for m in _ROOMS:
         placements = [materialise(even, load_E, _RANKS, _OVERLAP, m) for load_E in loads]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bench.placement.made_loads import make_loads
 from fusedmoe.placement.balance import Balance, exposed_s, quick_balance
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.row_sharing import nearest_rows
 from fusedmoe.placement.traffic import PlacementCosts, layer_s
 from fusedmoe.schedule.cost import CostModel
@@ -211,7 +211,7 @@ def sonic_ms(share: float, **rates: float) -> float:
     return 1e3 * h100(**rates).costs(4, ep=4).line("all-to-all/ep").seconds(share * 16384 * 8 * 4096 * _ITEMSIZE)
 
 
-_RACK = Nodes(64, 64)
+_RACK = NodeLayout(64, 64)
 _LAYERS = 4
 
 
@@ -225,9 +225,18 @@ def uneven_loads(experts: int, pairs: int, imbalance: float) -> NDArray[np.int64
     for _ in range(30):
         skew = (low + high) / 2
         loads = make_loads(
-            1, _LAYERS, _RACK.ranks, experts, tokens=pairs, skew=skew, spread=0.0, drift=0.0, jitter=0.0, difference=0.0
+            1,
+            _LAYERS,
+            _RACK.num_ranks,
+            experts,
+            tokens=pairs,
+            skew=skew,
+            spread=0.0,
+            drift=0.0,
+            jitter=0.0,
+            difference=0.0,
         ).tokens_ILWE[0]
-        work_LW = loads.sum(axis=1).reshape(_LAYERS, _RACK.ranks, -1).sum(axis=2)
+        work_LW = loads.sum(axis=1).reshape(_LAYERS, _RACK.num_ranks, -1).sum(axis=2)
         low, high = (skew, high) if (work_LW.max(axis=1) / work_LW.mean(axis=1)).mean() < imbalance else (low, skew)
     return loads
 
@@ -249,13 +258,13 @@ def balanced(model: str, tokens: int, imbalance: float, slots: int) -> Balanced:
     run; the transfer of their gradients is hidden by the dense part's backward pass.
     """
     shape, machine = MODELS[model], MACHINES["gb200-nvl72"]
-    flop_s = machine.costs(_RACK.ranks, ep=_RACK.ranks).line("gemm").beta_s
+    flop_s = machine.costs(_RACK.num_ranks, ep=_RACK.num_ranks).line("gemm").beta_s
     parameters = 3 * shape.model_dim * shape.hidden
     forward_s = flop_s * (shape.attention_flop(tokens, 4096) + shape.mlp_flop(tokens, shape.shared_hidden))
-    row_bytes = round(_ITEMSIZE * shape.model_dim * shape.share(_RACK.ranks))
+    row_bytes = round(_ITEMSIZE * shape.model_dim * shape.share(_RACK.num_ranks))
     speed = machine.intra.speed
     costs = PlacementCosts(6 * parameters * flop_s, row_bytes, _ITEMSIZE * parameters, 0, speed, speed)
-    owners = Placement.even(_RACK.ranks, shape.experts)
+    owners = Placement.even(_RACK.num_ranks, shape.experts)
     layers = []
     for tokens_WE in uneven_loads(shape.experts, tokens * shape.k, imbalance):
         uneven = Balance(owners, tokens_WE, nearest_rows(owners, tokens_WE, _RACK), _RACK)
@@ -265,7 +274,7 @@ def balanced(model: str, tokens: int, imbalance: float, slots: int) -> Balanced:
                 3 * forward_s + layer_s(uneven.mean_load(), costs),
                 3 * forward_s + layer_s(uneven.load, costs),
                 3 * forward_s + layer_s(even.load, costs) + exposed_s(owners, even, costs, hidden_s=2 * forward_s),
-                even.max_rank_rows * _RACK.ranks / int(tokens_WE.sum()),
+                even.max_rank_rows * _RACK.num_ranks / int(tokens_WE.sum()),
             )
         )
     return Balanced(*map(float, np.mean(layers, axis=0)))

@@ -21,15 +21,17 @@ def is_in_autograd_function() -> bool:
 
 
 def guard_aux_loss(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = False) -> Tensor:
-    """Return the auxiliary loss, or, inside a reentrant checkpoint, a copy that raises when it is differentiated.
+    """Return the auxiliary loss, or, inside a reentrant checkpoint, a copy that raises if it gets a nonzero gradient.
 
     The checkpoint's forward has no graph. Its backward recomputes the layer with one, but the caller's total loss
     contains the first value, whose gradient would be lost. A loss that the checkpointed function returns keeps its
-    gradient.
+    gradient, because autograd then uses the checkpoint's output.
 
     Args:
-        like: a parameter of the gate, required in compiled graphs, which cannot detect a checkpoint.
-        if_any: the loss may be absent; a zero loss never raises.
+        layer: name of the layer, for errors.
+        like: a parameter of the gate, used in compiled graphs only. These cannot detect a checkpoint: they return the
+            copy whenever `like` requires grad, so call this only while gradients are disabled.
+        if_any: the layer may have no auxiliary loss, which is then zero: a zero loss never raises.
     """
     # Eager code detects the checkpoint; any tensor that requires grad then serves as `like`.
     if not torch.compiler.is_compiling():
@@ -54,14 +56,19 @@ def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
     return aux.new_empty(aux.shape)
 
 
-@operator("refused_gradient")
-def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
-    """Backward of `refuse_gradient`: return zeros like `like`, or raise if the auxiliary loss has a gradient.
+@operator("refuse_gradient_backward")
+def refuse_gradient_backward(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
+    """Backward of `refuse_gradient`: raise if the auxiliary loss has a gradient, which the checkpoint would lose.
 
-    A zero `aux` means no loss. `aux` is None if the layer always has one.
+    A reentrant activation checkpoint runs its forward without a graph, so a loss from inside it cannot reach the gate.
 
+    Args:
+        grad: gradient of the auxiliary loss.
+        aux: the auxiliary loss, if the layer may have none (`if_any`): its value is then 0. None: the layer has one.
+    Returns:
+        Zeros like `like`, if `grad` is 0 or the layer has no auxiliary loss.
     Raises:
-        DerivativeError: `grad` is not zero.
+        DerivativeError: a gradient would be lost.
     """
     if grad == 0 or (aux is not None and aux == 0):
         return torch.zeros_like(like)
@@ -72,7 +79,7 @@ def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str)
     )
 
 
-@register_fake(refused_gradient)
+@register_fake(refuse_gradient_backward)
 def _(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
     return like.new_empty(like.shape)
 
@@ -83,7 +90,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, refused_gradient(grad, *ctx.saved_tensors, ctx.layer), None, None
+    return None, refuse_gradient_backward(grad, *ctx.saved_tensors, ctx.layer), None, None
 
 
 register_gradient(refuse_gradient, _backward, _setup)

@@ -20,18 +20,19 @@ from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kern
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """Route tokens by the logits x·Wᵀ and the rule (`GateRule`). Never synchronizes with the device.
 
-    On CUDA, kernels compute up to 512 experts with k up to 16, in float32 or half precision, once differentiable. Other
-    cases and CPU tensors use plain torch.
+    On CUDA, kernels compute up to 512 experts with k up to 16, in float32 or half precision, once
+    differentiable. Other cases and CPU tensors use plain torch.
 
     Args:
         x_SM: [S, M] tokens, S ≥ 0, any float dtype, any strides.
         weight_EM: [E, M] router matrix, any float dtype.
         bias_E: [E] added to the scores for the choice only; gets no gradient.
     Returns:
-        A `GateChoice` in float32 (float64 if an operand is). Weights, score sums and logsumexp are differentiable.
+        A `GateChoice` in float32 (float64 if an operand is). Weights, score sums and logsumexp are
+        differentiable.
     Saves for backward:
-        x and W without cast copies, logits (S·E float32) and choices (S·K int64). Plain torch saves a few times S·E
-        instead, and copies of x and W in half precision.
+        x and W without cast copies, logits (S·E float32) and choices (S·K int64). Plain torch saves a few
+        times S·E instead, and float32 copies of x and W if they have half precision.
     """
     check_rows("gate", "x_SM", x_SM, None)
     check_floats("gate", "x_SM", x_SM)
@@ -156,7 +157,11 @@ def gate_backward(
 ) -> Tensor:
     """Return the gradient of the logits, [S, E] float32.
 
-    With `apart`: two bfloat16 summands, `summands_shape`, the input format of the bfloat16 router products.
+    Args:
+        dweight_SK, dscore_BE, dlogsumexp_S: gradients of the router weights, of the score sums of the B sequences, and
+            of logsumexp; None: no gradient.
+        rule_and_apart: the fields of the `GateRule`, then `apart`. With `apart`, returns two bfloat16 summands of the
+            gradient, [2, S, E rounded up to 16], the input format of the bfloat16 router products.
     """
     from fusedmoe.kernels.triton.gate import choose
 

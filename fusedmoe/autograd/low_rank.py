@@ -93,9 +93,9 @@ def _check_stored(
     if activation not in ACTIVATIONS:
         refuse(operation, f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     up, down = tuple(weights.up.shape), tuple(weights.down.shape)
-    width, halves = x_SM.shape[1], ACTIVATIONS[activation].halves
-    if len(down) != 3 or down[0] != experts or up != (experts, halves * down[2], width):
-        form = f"[{experts}, {'2·H' if halves == 2 else 'H'}, {width}] and [{experts}, M, H]"
+    width, num_projections = x_SM.shape[1], ACTIVATIONS[activation].num_projections
+    if len(down) != 3 or down[0] != experts or up != (experts, num_projections * down[2], width):
+        form = f"[{experts}, {'2·H' if num_projections == 2 else 'H'}, {width}] and [{experts}, M, H]"
         refuse(operation, f"for {activation!r} the matrices must be {form}; got {list(up)} and {list(down)}")
     for name, bias, shape in (("b1", weights.b1, up[:2]), ("b2", weights.b2, down[:2])):
         if bias is not None and (tuple(bias.shape) != shape or bias.dtype != x_SM.dtype or bias.requires_grad):

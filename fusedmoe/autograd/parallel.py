@@ -179,7 +179,9 @@ MpInput = Literal["replicated", "split", "partial"]
 class MpTokens:
     """Split a layer's tokens over an MP group and join the results.
 
-    `is_joint`: each rank routes a slice of the group's tokens and gets all results. False: its own tokens only.
+    Attributes:
+        is_joint: True if the ranks share their tokens: each routes a slice of them and gets the results of all. False
+            (`mp_input="split"`, or a single rank): each routes its own tokens and gets their results.
 
     Raises:
         ConfigError: unknown `mp_input`.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, RegroupedIndices, SendOrder
+from fusedmoe.blocks.cuts import MicroBatchSizes, ReceivedChunk, RechunkedIndices, SendOrder
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.engine.chunks import SavedRows
 from fusedmoe.engine.run import BackwardPass, Chunk, Run
@@ -51,7 +51,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             if self._has_same_chunks[-1]:
                 self.block_chunks[number] = {i: block.chunks[count - 1 - i] for i in range(count)}
             else:
-                self.block_chunks[number] = self._regrouped_chunks(block, dz.device)
+                self.block_chunks[number] = self._rechunked_chunks(block, dz.device)
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
         return {
@@ -67,7 +67,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         assert dx is not None
         return dx
 
-    def _regrouped_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
+    def _rechunked_chunks(self, block: BlockState, device: torch.device) -> dict[int, BlockChunk]:
         """Return a block's chunks by index, with the sizes and exchanges of the backward pass, but no rows yet."""
         assert block.exchange is not None
         chunks, forward = {}, block.chunks[0].received
@@ -88,21 +88,21 @@ class BlocksBackward(BlockPass, BackwardPass):
             )
         return chunks
 
-    def regroup_saved(self, task: Task) -> None:
+    def rechunk_saved(self, task: Task) -> None:
         number = task.layer or 0
         block = self.blocks[number]
         if self._has_same_chunks[number] or not block.chunks:
             return
-        # The first chunk regroups all saved tensors of the block, with one copy.
+        # The first chunk re-slices all saved tensors of the block, with one copy.
         chunks = [block.chunks[i] for i in range(len(block.chunks))]
         block.chunks = {}
-        regrouped = RegroupedIndices([chunk.received for chunk in chunks])
+        rechunked = RechunkedIndices([chunk.received for chunk in chunks])
         rows = [c.x_RM for c in chunks if c.x_RM is not None]
         x_RM, kept_NH = SavedRows(rows) if rows else None, SavedRows([c.activations for c in chunks])
         weight_P = torch.cat([c.weight_P for c in chunks if c.weight_P is not None])
         del chunks, rows  # frees the forward's rows as soon as they are copied
         for i, chunk in self.block_chunks[number].items():
-            tokens, pairs, sorted_rows = regrouped.indices_of(
+            tokens, pairs, sorted_rows = rechunked.indices_of(
                 chunk.received, block.cuts.row_chunks["backward"][i].start
             )
             chunk.layout = chunk.received.layout
@@ -227,7 +227,7 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((rows.weight_N, self.keep_alive(rows.dweight)))
         daux = self._daux[number]
         if daux is not None and block.dscores is not None:
-            for score, dscore in zip(dense.scores, block.dscores, strict=True):
+            for score, dscore in zip(dense.gate_scores, block.dscores, strict=True):
                 if dscore is not None and score.requires_grad:
                     own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
                     pairs.append((score, daux * own))

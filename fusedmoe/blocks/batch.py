@@ -198,7 +198,8 @@ class BatchRouting:
         # Losses are means over all tokens: the gate chooses once more, from the scores of all micro-batches.
         dense = [state.dense[index] for index in range(len(state.dense))]
         parts = zip(
-            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.scores] for one in dense), strict=True
+            *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.gate_scores] for one in dense),
+            strict=True,
         )
         scores = [self._flatten_tokens(torch.cat(part, axis))[whole.own] for part in parts]
         scores = [score.requires_grad_(self._keep) if score.is_floating_point() else score for score in scores]

@@ -34,7 +34,7 @@ class BlockExperts:
     """The experts of one block.
 
     Attributes:
-        can_regroup: forward and backward may have different chunks.
+        can_rechunk: forward and backward may have different chunks.
         refusal: error message if this rank cannot use its replicas in this call, else None.
     """
 
@@ -43,7 +43,7 @@ class BlockExperts:
         self.refusal: str | None = None
         # Does not change: experts use either this library's kernels or autograd.
         like = next(layer.experts.parameters(), torch.empty(0, device="cpu"))
-        self.can_regroup = layer.experts.in_chunks(like).can_regroup
+        self.can_rechunk = layer.experts.in_chunks(like).can_rechunk
 
     @property
     def has_replicas(self) -> bool:
@@ -84,10 +84,14 @@ class BlockExperts:
 
 
 def _bind_tables(like: Tensor, experts: Experts, replicas: ReplicaTransport) -> tuple[ChunkExperts, ReplicaTransport]:
-    """Return experts bound to the current parameters, and the unchanged `replicas`."""
+    """Return `experts` in chunks for rows like `like`, and the unchanged `replicas`.
+
+    During a call (`PlacedExperts.call`) the experts' parameters are the current tables. The chunks keep these
+    tables, also if they run after the call.
+    """
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     # Experts by autograd must compute with the current parameters, even if a chunk runs later.
-    if not chunks.can_regroup:
+    if not chunks.can_rechunk:
         compute = partial(torch.func.functional_call, experts, named)
         chunks = AutogradExperts(lambda *rows: compute(rows), tuple(named.values()), experts)
     return chunks, replicas

@@ -251,7 +251,7 @@ class MicroBatchSizes(NamedTuple):
     recv_pairs_QP: np.ndarray
 
 
-def sizes_of(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
+def micro_batch_sizes(sizes: ExchangeSizes) -> list[MicroBatchSizes]:
     p = sizes.micro_batches
     send_PpE = sizes.send_PE.reshape(len(sizes.send_PE), p, -1)
     recv_QPpE = sizes.recv_QPE.reshape(*sizes.recv_QPE.shape[:2], p, -1)
@@ -287,7 +287,7 @@ class ReceivedChunk:
         self.layout, self.order_N = pairs.sort(self.tokens, self.experts, self.k)
 
 
-class RegroupedIndices:
+class RechunkedIndices:
     """Index map from the chunks of forward to those of backward, which group the same micro-batches differently.
 
     It numbers tokens and pairs by micro-batch, source rank and position.

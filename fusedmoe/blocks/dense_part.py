@@ -29,14 +29,14 @@ class DenseResult(NamedTuple):
     Attributes:
         u: input of the experts, like x, in the dtype to send.
         shared: value to add to the experts' results before `MoEBlock.end`, like x; None: nothing.
-        scores: the gate's scores, [S, …] each, of the tokens that this rank routes.
+        gate_scores: the gate's scores, [S, …] each, of the tokens that this rank routes.
         own: tensors that later micro-batches of the same samples read; empty if micro-batches are whole samples.
     """
 
     y: Tensor
     u: Tensor
     shared: Tensor | None
-    scores: tuple[Tensor, ...]
+    gate_scores: tuple[Tensor, ...]
     routing: Routing
     own: tuple[Tensor, ...]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.blocks.batch import Batch, BatchRouting
-from fusedmoe.blocks.cuts import ReceivedChunk, SendOrder, sizes_of
+from fusedmoe.blocks.cuts import ReceivedChunk, SendOrder, micro_batch_sizes
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState
@@ -112,7 +112,7 @@ class BlocksForward(BlockPass, ForwardPass):
             Output.from_tensor(u),
             None if shared is None else Output.from_tensor(shared),
             inputs.micro_batch,
-            result.scores,
+            result.gate_scores,
             result.routing,
             result.own,
             [None] * len(result.own),
@@ -170,7 +170,7 @@ class BlocksForward(BlockPass, ForwardPass):
         # One metadata exchange per chunk serves both passes.
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
         experts = state.num_held or exchange.num_local_experts
-        received = ReceivedChunk(sizes_of(exchange.sizes), rows.device, experts, sent[0].k)
+        received = ReceivedChunk(micro_batch_sizes(exchange.sizes), rows.device, experts, sent[0].k)
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
         if not by_pairs:
@@ -252,7 +252,7 @@ class BlocksForward(BlockPass, ForwardPass):
             assert isinstance(chunk.exchange, Exchange)
             state.exchange = chunk.exchange
             row_batches = state.cuts.row_chunks["forward"][index]
-            state.sizes |= dict(zip(row_batches, sizes_of(chunk.exchange.sizes), strict=True))
+            state.sizes |= dict(zip(row_batches, micro_batch_sizes(chunk.exchange.sizes), strict=True))
 
 
 def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:

@@ -25,7 +25,7 @@ def require_followable(blocks: Sequence[MoEBlock], plans: Plans, *, reduces_grad
         _require_complete(blocks, phase, plan)
     for number, block in enumerate(blocks):
         degrees = plans.forward.degrees.get(("forward", number)), plans.backward.degrees.get(("backward", number))
-        if degrees[0] != degrees[1] and not block.experts.can_regroup:
+        if degrees[0] != degrees[1] and not block.experts.can_rechunk:
             raise ConfigError(
                 f"pipeline: block {number}: experts that are modules of their own need one degree for both passes, "
                 f"not {degrees}"

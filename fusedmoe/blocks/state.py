@@ -77,7 +77,7 @@ class DenseState:
     u_output: Output
     shared_output: Output | None
     micro_batch: MicroBatch
-    scores: tuple[Tensor, ...]
+    gate_scores: tuple[Tensor, ...]
     routing: Routing
     own: tuple[Tensor, ...]
     own_grads: list[Tensor | None]

@@ -1,7 +1,7 @@
 """Answers of `fusedmoe plan --config`: sizes, memory, chunks, and what overlap, two-level dispatch and replicas gain.
 
-Predictions have an error: that of the model of collectives and computation (`PREDICTION_ERROR`), and the range that the
-sources of a machine's figures give. A gain within the error is no reason to change a job.
+Predictions have an error: `PREDICTION_ERROR`, and the range that the sources of a machine's figures give. A gain within
+the error is no reason to change a job.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from rich.text import Text
 from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.layouts import memory_facts, rank_memory
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import (
-    Planned,
-    head_s,
-    machine_costs,
-    make_table,
-    step_costs,
-    unplanned_gradients,
-)
+from fusedmoe.cli.step_plans import Planned, head_s, machine_costs, make_table, step_costs, unplanned_gradients
 from fusedmoe.errors import printable
 from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.transformer import Transformer
@@ -67,7 +60,7 @@ def answer_facts(
     Args:
         plans: of every policy (`plans_by_policy`); `policy` is the reported one.
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
-        layouts: number of layouts that were compared; 0 if the sizes were given.
+        layouts: number of compared layouts; 0 if the sizes were given.
     """
     fixed_s, planned = _unplanned_s(planning, planning.costs, planning.machine), plans[policy]
     gradients_s = fixed_s - head_s(planning.settings, planning.sizes, planning.costs)
@@ -118,7 +111,7 @@ def _unplanned_s(planning: Planning, costs: CostModel, machine: Machine | None) 
 
 
 def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: bool) -> tuple[float, float]:
-    """Return the step's seconds with and without overlap on the machine at one end of its figures."""
+    """Return the step's seconds with and without overlap at the fast or slow end of the machine's figures."""
     assert planning.machine is not None
     machine = planning.machine.at_end(is_fast)
     costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
@@ -129,7 +122,7 @@ def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: 
 
 
 def _two_level(planning: Planning, fixed_s: float) -> dict[str, Any] | None:
-    """Return step times with each dispatch algorithm; None if EP stays in a node, or the costs are measured."""
+    """Return step times by dispatch algorithm; None without a machine, or for EP with one node or one rank per node."""
     node = max(1, planning.sizes.ranks_per_node // planning.sizes.esp)
     if planning.machine is None or not 1 < node < planning.sizes.ep:
         return None
@@ -150,7 +143,6 @@ def _replicas(copies: Mapping[str, Any] | None, without_s: float | None) -> dict
 
 
 def print_answer(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the answer as a table, and the assumptions below it."""
     table = make_table("answer", ("question", "answer", "why"))
     for row in _rows(facts):
         table.add_row(*(Text(printable(cell)) for cell in row))

@@ -18,9 +18,11 @@ from fusedmoe.schedule.policies import POLICIES
 
 #: Default and upper limit of `profile --budget`, in seconds.
 PROFILE_BUDGET_S, MAX_BUDGET_S = 30.0, 100.0
-# Flags of `profile`: those that determine the parallel layout, and the dtype of matrix products.
+# Values of `profile --dtype`: `fusedmoe.runtime.cache.PRODUCT_DTYPES`.
+PRODUCTS = ("fp32", "bf16", "fp16", "fp64")
+# Flags that determine the parallel layout.
 _PROFILE_FLAGS = (
-    *("--dtype", "--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
+    *("--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
     *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),
 )
 
@@ -206,6 +208,9 @@ examples:
 _DOCTOR = """\
 Check which communication transports work on this machine.
 
+Print versions, GPUs, CPU cores and threads, and the measured costs in the cache folder with their
+layout, age and worst r² (a fit below 0.9 is poor: see fusedmoe profile --help).
+
 Probe every transport for exchanging tokens between ranks. For each one that does not work, print
 the reason and the fix.
 
@@ -264,6 +269,15 @@ def _add_profile(commands: Commands) -> None:
         help=f"time limit in seconds, less than {MAX_BUDGET_S:g} (default: %(default)g)",
     )
     group.add_argument("--again", action="store_true", help="measure even if cached")
+    group.add_argument(
+        "--dtype", dest="products", choices=PRODUCTS, default="fp32", help="dtype of matrix products (default: fp32)"
+    )
+    group.add_argument(
+        "--duplex",
+        action="store_true",
+        help="two process groups per axis on CPUs (Topology.from_sizes(duplex=True)), as the layers of Hugging Face "
+        "and Tutel have",
+    )
     group.add_argument("--plot", type=parse_figure_path, metavar="FILE", help="figure of the fits (.png, .svg or .pdf)")
     group.add_argument(
         "--json", type=parse_output_path, metavar="FILE", help="fitted lines and measured points as JSON"

@@ -35,7 +35,6 @@ class Corpus:
 
     train: Tensor
     held_out: Tensor
-    # Folder or file.
     source: str
     train_files: int
     held_out_files: int
@@ -44,7 +43,6 @@ class Corpus:
 
 
 def hash_seed(*parts: int | str) -> int:
-    """Hash all parts to a 63-bit seed."""
     digest = hashlib.blake2b(_encoded("/".join(map(str, parts))), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -55,12 +53,12 @@ def _encoded(text: str) -> bytes:
 
 
 def is_held_out(path: str, fraction: float) -> bool:
-    """Decide by a hash of the file's relative path (with forward slashes)."""
+    """Return whether a hash of this relative path is in the held-out fraction."""
     return hash_seed("held out", path) < fraction * 2**63
 
 
 def random_corpus(size: int) -> Corpus:
-    """Return random bytes, the same on every rank, for steps whose loss does not matter."""
+    """Return random bytes, the same on every rank."""
     text = torch.randint(256, (2, size), generator=torch.Generator().manual_seed(0), device="cpu").to(torch.uint8)
     return Corpus(text[0], text[1], "random bytes", 1, 1, hashlib.blake2b(text.numpy().tobytes()).hexdigest())
 
@@ -72,15 +70,16 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
         source: a folder, read recursively, or one file; None: the source of Python's standard library.
         pattern: glob of the files, as in `Path.rglob`.
         held_out: fraction of the files to hold out, at least one file. A single file is cut at its end.
+    Raises:
+        ConfigError: invalid arguments, no or unreadable text files, or too little memory.
     """
     if not 0 < held_out < 1:
         raise ConfigError(f"held-out fraction {held_out} must be between 0 and 1")
     root = Path(sysconfig.get_path("stdlib")) if source is None else source
-    # Files with a zero byte are binary; a zero byte also ends each text below.
+    # Files with a zero byte are binary.
     texts = {path: text for path, text in _read(root, pattern, library=source is None) if text and b"\0" not in text}
     if not texts:
         raise ConfigError(f"data: no text files in {root} match {pattern!r}; check --data and --pattern")
-    # By relative path alone: adding or removing files does not move other files between the splits.
     out = {path for path in texts if is_held_out(path, held_out)}
     if len(texts) == 1:
         ((path, text),) = texts.items()
@@ -91,7 +90,6 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
         out = {min(texts, key=lambda path: hash_seed("held out", path))}
     elif len(out) == len(texts):
         out.remove(max(out, key=lambda path: hash_seed("held out", path)))
-    # Ranks compare this digest, and a resumed job compares it with its checkpoint.
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(texts):
         digest.update(_encoded(f"{path}\0{path in out}\0{len(texts[path])}\0"))
@@ -113,7 +111,6 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
         )
     for path, size in sizes.items():
         try:
-            # `read_regular_file` does not block if the path has become a pipe.
             data = read_regular_file(path, size)
         except OSError as error:
             # The folder may contain unreadable files of other users.
@@ -161,7 +158,7 @@ class ByteBatch(NamedTuple):
 
 
 class Batches:
-    """Cut batches out of a byte tensor.
+    """Cut batches out of a byte tensor. Raises `ConfigError` if it is shorter than one sequence.
 
     Args:
         text: [bytes] uint8.
@@ -180,7 +177,6 @@ class Batches:
             )
 
     def training_batch(self, seed: int, step: int, replica: int) -> ByteBatch:
-        """Return the batch of a step and data-parallel rank: windows at random offsets."""
         generator = torch.Generator().manual_seed(hash_seed("batch", seed, step, replica))
         starts = torch.randint(
             len(self._text) - self._window_bytes + 1, (self._batch,), generator=generator, device="cpu"
@@ -198,8 +194,7 @@ class Batches:
         windows = self._text[starts[:, None] + torch.arange(self._window_bytes, device="cpu")].long()
         if self._mask is None:
             return ByteBatch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
-        # BERT (Devlin et al. 2019, section 3.1): predict 15% of the bytes; mask 80% of these, replace 10% by a random
-        # byte.
+        # BERT (Devlin et al. 2019, §3.1): predict 15% of the bytes; mask 80% of these, replace 10% by a random byte.
         uniform = torch.rand(windows.shape, generator=generator, device="cpu")
         is_predicted = uniform < 0.15
         other = torch.randint(256, windows.shape, generator=generator, device="cpu")

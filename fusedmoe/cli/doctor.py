@@ -1,4 +1,4 @@
-"""`fusedmoe doctor`: versions, GPUs and transports of this machine, and settings that limit overlap."""
+"""`fusedmoe doctor`: versions, processors, measured costs and transports, and settings that limit overlap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,11 +28,16 @@ import fusedmoe
 from fusedmoe.comm.one_sided.heap import no_gpu_reason, no_torch_cuda_reason
 from fusedmoe.comm.one_sided.heaps import BACKENDS
 from fusedmoe.environment import single_queue_warning
+from fusedmoe.errors import ConfigError, printable
+from fusedmoe.files import cache_dir, read_text
 from fusedmoe.kernels.libraries import nvshmem_packages
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.threads import WorkerThread
 
 PROBE_TIMEOUT_S = 10.0
 SHARED_MEMORY = "/dev/shm"
+# Newest files of measured costs in the table; the JSON has all.
+_MAX_SHOWN_FILES = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,8 +62,8 @@ class TransportProbe:
 def examine() -> dict[str, Any]:
     """Probe every transport and return the report.
 
-    Versions of missing packages are None. `shared_memory` has the sizes of /dev/shm in bytes if NCCL works, because
-    NCCL may use it between GPUs of a node. `warnings` do not change the exit status.
+    Versions of missing packages are None. `shared_memory` has the sizes of /dev/shm if NCCL works, which may use it
+    between GPUs of a node.
     """
     transports = []
     for probe in TRANSPORTS:
@@ -68,6 +75,12 @@ def examine() -> dict[str, Any]:
         "host": platform.node(),
         "versions": versions(),
         "gpus": gpus(),
+        "cpu": {
+            "cores": os.cpu_count(),
+            "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "cache": {"folder": str(cache_dir()), "costs": measured_costs_files()},
         "shared_memory": shared_memory() if nccl else None,
         "transports": transports,
         "warnings": [text for text in (single_queue_warning(),) if text],
@@ -75,7 +88,7 @@ def examine() -> dict[str, Any]:
 
 
 def run_probe(probe: Callable[[], str], limit_s: float = PROBE_TIMEOUT_S) -> str:
-    """Run a probe for at most `limit_s` seconds. Returns its result, or the exception or time-out as a text."""
+    """Run a probe for at most `limit_s` seconds. Return its result, or the exception or time-out as a text."""
     answer = WorkerThread("fusedmoe doctor").submit(probe)
     try:
         return answer.result(limit_s)
@@ -84,7 +97,7 @@ def run_probe(probe: Callable[[], str], limit_s: float = PROBE_TIMEOUT_S) -> str
 
 
 def no_gloo_reason() -> str:
-    """Probe Gloo with an all-reduce over a world of one, which needs a network interface."""
+    """Probe Gloo with an all-reduce over a world of one; return why it failed, with the fix, or ""."""
     if not dist.is_gloo_available():
         return "this PyTorch build lacks Gloo; install one that includes it"
     try:
@@ -153,7 +166,7 @@ def _driver() -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs visible to PyTorch. `reaches`: GPUs with peer-to-peer access."""
+    """Return the GPUs visible to PyTorch. `reaches`: indices of GPUs with peer-to-peer access."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for index in range(count):
@@ -164,8 +177,22 @@ def gpus() -> list[dict[str, Any]]:
     return gpus
 
 
+def measured_costs_files() -> list[dict[str, Any]]:
+    """Return the measured costs in the cache folder, newest first: layout, age, and name and r² of the worst fit."""
+    files = []
+    with suppress(OSError):
+        for path in cache_dir().glob("costs-*.json"):
+            with suppress(ConfigError):
+                costs = CostModel.from_json(read_text(path))
+                worst = min(
+                    ((line.r2, name) for name, line in costs.lines.items() if line.r2 is not None), default=None
+                )
+                facts = {"file": path.name, "layout": costs.machine, "age_s": time.time() - path.stat().st_mtime}
+                files.append(facts | {"worst_line": worst and worst[1], "worst_r2": worst and worst[0]})
+    return sorted(files, key=itemgetter("age_s"))
+
+
 def shared_memory() -> dict[str, int] | None:
-    """Return size and free space of /dev/shm in bytes, or None if it does not exist."""
     if not os.path.isdir(SHARED_MEMORY):
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -176,6 +203,7 @@ def _show(facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(facts["host"], markup=False)
     console.print(_versions_table(facts))
+    console.print(_costs_table(facts["cache"]["costs"]))
     console.print(_transports_table(facts["transports"]))
     if not any(transport["works"] for transport in facts["transports"]):
         console.print("No transport works: only a single rank can run.")
@@ -197,10 +225,36 @@ def _versions_table(facts: dict[str, Any]) -> Table:
         table.add_row(f"GPU {gpu['index']}", Text(f"{gpu['name']}, compute capability {gpu['capability']}, {memory}"))
     if not facts["gpus"]:
         table.add_row("GPUs", "none")
+    cpu = facts["cpu"]
+    table.add_row("CPU cores", str(cpu["cores"]))
+    given = f"OMP_NUM_THREADS {'not set' if cpu['omp_num_threads'] is None else cpu['omp_num_threads']}"
+    table.add_row("threads of torch", Text(f"{cpu['torch_threads']} ({given})"))
+    table.add_row("cache folder", Text(printable(facts["cache"]["folder"])))
     if sizes := facts["shared_memory"]:
         free = f"{sizes['size'] / 2**30:.3g} GiB, {sizes['free'] / 2**30:.3g} GiB free"
         table.add_row(f"{SHARED_MEMORY} (NCCL)", free)
     return table
+
+
+def _costs_table(files: list[dict[str, Any]]) -> Table:
+    table = Table(title="measured costs", title_justify="left")
+    for column in ("file", "layout", "age", "worst r²"):
+        table.add_column(column, overflow="fold", no_wrap=column == "age")
+    for file in files[:_MAX_SHOWN_FILES]:
+        worst = "" if file["worst_r2"] is None else f"{file['worst_r2']:.2f} ({file['worst_line']})"
+        table.add_row(Text(file["file"]), Text(printable(file["layout"])), _format_age(file["age_s"]), worst)
+    if not files:
+        table.add_row("none", "measure them with fusedmoe profile", "", "")
+    elif len(files) > _MAX_SHOWN_FILES:
+        table.add_row(f"{len(files) - _MAX_SHOWN_FILES} older files", "", "", "")
+    return table
+
+
+def _format_age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _transports_table(transports: list[dict[str, Any]]) -> Table:

@@ -41,7 +41,6 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Read the launcher's variables. Raise `ConfigError` if a value is not an integer or out of range."""
         ranks, local_ranks = (read_integer(name, 1, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         return cls(read_integer("RANK", 0, 0, ranks - 1), ranks, read_integer("LOCAL_RANK", 0, 0), local_ranks)
 
@@ -61,14 +60,14 @@ def format_ranks(ranks: int) -> str:
 
 
 def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
-    """Choose the parallel sizes that the settings leave open: the layout of FSMoE (F7).
+    """Choose the parallel sizes that the settings leave open, as in FSMoE's layout.
 
-    EP spans the nodes; ESP and MP span the ranks of a node. An axis shrinks until it divides the number of heads,
-    hidden dimension or experts. Remaining ranks are data parallel. With a dynamic placement, EP spans all ranks and
-    experts are not split.
+    EP spans the nodes; ESP and MP span the ranks of a node. An axis shrinks until it divides the heads, hidden
+    dimension or experts. With a dynamic placement, EP spans all ranks. Remaining ranks are data parallel. Raises
+    `ConfigError` if the sizes do not divide the ranks.
     """
     model, ranks = settings.model, launch.ranks
-    # LOCAL_WORLD_SIZE counts the ranks on this host; --ranks-per-node splits a host into virtual nodes.
+    # --ranks-per-node splits a host into virtual nodes.
     per_node = settings.ranks_per_node or launch.local_ranks
     if ranks % per_node:
         raise ConfigError(
@@ -78,7 +77,6 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     if settings.placement == "ep":
         ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
     else:
-        # A dynamic placement may assign experts to any rank.
         ep = settings.ep or ranks // (settings.esp or 1)
     esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
     # gcd(n, 0) is n: without dense blocks only the number of heads limits mp.
@@ -96,7 +94,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
 def resolve_sizes(
     settings: Settings, launch: Launch, choose: Callable[[Settings, Launch], Sizes] = choose_sizes
 ) -> tuple[Sizes, Settings]:
-    """Return the parallel sizes, and the settings with the number of experts filled in."""
+    """Return the parallel sizes, and the settings with the number of experts."""
     sizes = choose(settings, launch)
     return sizes, settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
 
@@ -116,7 +114,7 @@ def choose_device(settings: Settings, launch: Launch) -> torch.device:
 
 @contextmanager
 def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Iterator[None]:
-    """Context with the job's process group; a world of one has none."""
+    """Context with the job's process group and CUDA device; a world of one has no group."""
     if device.type == "cuda":  # NCCL creates its communicator on the current device
         torch.cuda.set_device(device)
     if launch.ranks == 1:
@@ -137,18 +135,19 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
     dist.destroy_process_group()
 
 
-def make_topology(sizes: Sizes, timeout_s: float) -> Topology:
-    return Topology.from_sizes(sizes.ep, sizes.esp, sizes.mp, ranks_per_node=sizes.ranks_per_node, timeout_s=timeout_s)
+def make_topology(sizes: Sizes, timeout_s: float, duplex: bool = False) -> Topology:
+    ranks_per_node, ep, esp, mp = sizes.ranks_per_node, sizes.ep, sizes.esp, sizes.mp
+    return Topology.from_sizes(ep, esp, mp, ranks_per_node=ranks_per_node, timeout_s=timeout_s, duplex=duplex)
 
 
 @contextmanager
 def command_group(
-    settings: Settings, launch: Launch, sizes: Sizes, command: str
+    settings: Settings, launch: Launch, sizes: Sizes, command: str, duplex: bool = False
 ) -> Iterator[tuple[Topology, torch.device]]:
-    """Context with a command's process group, topology and device. An exception inside is raised on all ranks."""
+    """Context with a command's process group, topology and device. All ranks raise an exception inside."""
     device = choose_device(settings, launch)
     with process_group(launch, device, settings.timeout_s):
-        topology = make_topology(sizes, settings.timeout_s)
+        topology = make_topology(sizes, settings.timeout_s, duplex)
         with topology.guard(command):
             yield topology, device
 
@@ -173,7 +172,6 @@ def shard_experts(
 
 def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
     """Create the model. Its parameters depend on the seed only, not on the number of ranks."""
-    # Every rank draws all parameters in the same order and keeps its own part.
     torch.manual_seed(hash_seed("parameters", settings.seed))
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
     wire = WIRE_DTYPES.get(settings.wire_dtype)
@@ -190,11 +188,10 @@ def make_model(settings: Settings, model: ModelConfig, topology: Topology, devic
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """Return AdamW with weight decay for matrices only."""
     decays: list[nn.Parameter] = []
     stays: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        # Experts stack their biases into matrices: only the name identifies a bias.
+        # Weight decay for matrices only. Experts stack their biases into matrices: only the name identifies a bias.
         last = name.rpartition(".")[2]
         is_matrix = parameter.dim() > 1 and "bias" not in last and last not in ("b1", "b2")
         (decays if is_matrix else stays).append(parameter)
@@ -205,8 +202,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 class StopRequest:
     """Context in which SIGINT, SIGTERM and SIGHUP only set `is_requested`. Earlier handlers are restored at exit.
 
-    Ranks receive a signal at different times. Each rank sends `is_requested` along with the loss, so that all ranks
-    stop after the same step.
+    Each rank sends `is_requested` along with the loss, so that all ranks stop after the same step.
     """
 
     def __init__(self) -> None:

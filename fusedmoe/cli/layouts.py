@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -33,13 +33,10 @@ _RESIDUAL_BYTES = 4
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank during a step.
+    """Bytes on one rank during a step, without buffers of collectives and fragmentation.
 
-    Attributes:
-        parameters, gradients, optimizer: training state.
-        activations: tensors saved for the backward pass, with uniform expert loads.
-        workspace: the logits' gradient, and the bfloat16 copies of the parameters under autocast. Not included:
-            buffers of collectives, fragmentation.
+    `activations`: tensors saved for the backward pass, with uniform expert loads. `workspace`: the logits' gradient,
+    and the bfloat16 copies of the parameters under autocast.
     """
 
     parameters: float
@@ -63,7 +60,7 @@ class _Elements(NamedTuple):
 
 @lru_cache(maxsize=2)
 def _dense_elements(meta: Transformer) -> tuple[int, int]:
-    """Return the elements outside experts that are split over MP, and those that are replicated."""
+    """Return the numbers of elements outside experts that are split over MP, and that are replicated."""
     shardings, numbers = parameter_shardings(meta), [0, 0]
     of_experts = {id(parameter) for layer in meta.moe_layers() for parameter in layer.experts.parameters()}
     for name, parameter in meta.named_parameters():
@@ -81,7 +78,6 @@ def _elements(settings: Settings, sizes: Sizes, meta: Transformer) -> _Elements:
 
 
 def _parameter_bytes(settings: Settings) -> int:
-    """Return the bytes of a parameter in `expert_bytes`."""
     return 8 if settings.dtype == "fp64" else 4
 
 
@@ -90,13 +86,14 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of one rank for a model made by `make_meta_model`.
 
-    `state`: bytes per parameter; None: those of `fusedmoe train`, float32 parameters, gradients and AdamW moments.
+    `state`: bytes per parameter; None: those of `fusedmoe train`, with parameters, gradients and AdamW moments in
+    float32 (dtype fp64: float64).
     """
     item = _parameter_bytes(settings)
     state = state or TrainingState(item, item, 2 * item)
     split, replicated, experts = _elements(settings, sizes, meta)
     total = split + replicated + experts
-    # Data-parallel ranks that hold the same elements.
+    # Elements per rank if the ranks that hold equal elements shard them.
     shards = replicated / launch.ranks + split * sizes.mp / launch.ranks
     shards += experts * sizes.ep * sizes.esp / launch.ranks
     optimizer = shards if state.sharded != "none" else total
@@ -109,7 +106,7 @@ def rank_memory(
 
 
 def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
-    """Return the bytes that a step's blocks save for the backward pass, and those of the loss (logits).
+    """Return the bytes that a step's blocks save for the backward pass, and the bytes of the logits.
 
     The residual stream and the norms are float32 under autocast. Per token, blocks of this library save
 
@@ -130,11 +127,8 @@ def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
     value = model.head_size if model.value_dim is None else model.value_dim
     common += tokens * item * (model.head_size + value) * (2 * model.heads + 1.5 * model.key_heads)
     sums = work.share * work.rows / sizes.esp * model.model_dim
-    moe = (
-        common
-        + item * (work.saved_elements() + sums + tokens * _shared_elements(settings))
-        + 4 * tokens * (model.experts or 0)
-    )
+    shared = (model.num_matrices - 1) * model.shared_hidden
+    moe = common + item * (work.saved_elements() + sums + tokens * shared) + 4 * tokens * (model.experts or 0)
     dense = common + tokens * model.model_dim * item * (sizes.mp - 1) + tokens * item * 5 * model.dense_size
     count = model.num_moe_layers
     saved = count * moe + (model.layers - count) * dense
@@ -144,13 +138,8 @@ def _saved_bytes(settings: Settings, sizes: Sizes) -> tuple[float, float]:
     return saved + outer, tokens * model.vocabulary * residual
 
 
-def _shared_elements(settings: Settings) -> float:
-    """Return the elements that a shared expert saves per token."""
-    return (settings.model.num_matrices - 1) * settings.model.shared_hidden
-
-
 class ParallelLayout(NamedTuple):
-    """Parallel sizes with their memory and the step time without overlap, in seconds per token of all replicas."""
+    """Parallel sizes, their memory, and the seconds per token of all replicas without overlap."""
 
     sizes: Sizes
     memory: RankMemory
@@ -160,10 +149,11 @@ class ParallelLayout(NamedTuple):
 def layouts(
     settings: Settings, launch: Launch, machine: Machine, state: TrainingState | None, meta: Transformer
 ) -> list[ParallelLayout]:
-    """Return the layouts of a job that fit a machine's memory, by time per token; without any, all by memory.
+    """Return the layouts of a job that fit a machine's memory, fastest per token first.
 
-    EP divides the experts, ESP the ranks of a node and the expert hidden dim, MP the ranks of a node and the key heads.
-    Sizes that the settings state are kept. Raises `ConfigError` if there is no layout.
+    If none fits, returns all layouts, least memory first. EP divides the experts, ESP the ranks of a node and the
+    expert hidden dim, MP the ranks of a node and the key heads. Sizes that the settings state are kept. Raises
+    `ConfigError` if there is no layout or no MoE layer.
     """
     require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()
@@ -214,14 +204,7 @@ def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> It
             yield Sizes(node, ep, esp, mp)
 
 
-def chosen_settings(settings: Settings, layout: ParallelLayout) -> Settings:
-    """Return the settings with the sizes of a layout."""
-    sizes = layout.sizes
-    return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
-
-
 def memory_facts(memory: RankMemory, machine: Machine | None) -> dict[str, Any]:
-    """Return the bytes of a rank's memory by part, their sum, the device's, and whether they fit."""
     room = None if machine is None or machine.memory_bytes is None else machine.memory_bytes.value
     facts = asdict(memory) | {"total": memory.total, "device": room}
     return facts | {"fits": None if room is None else memory.total <= room}

@@ -1,7 +1,7 @@
 """Load traces: tokens per rank and expert in each step, the file loads.json and its figure.
 
-The file is JSON with one line per step and, at the end, a digest chained over the lines: steps are appended without
-reading the file.
+The JSON has one line per step and, at the end, a digest chained over the lines: steps are appended without reading the
+file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_COLUMNS = 400
 
 _INK, _FAINT, _RULE = "#1a1a1a", "#5c5c5c", "#d8d8d8"
 _PANELS_PER_ROW, _DPI = 4, 130
-# Lines of layers, in this order; beyond ten layers the colours repeat with the next style.
+# Beyond ten layers the colours repeat with the next line style.
 _COLOURS = (
     "#0a2f66",
     "#f79a1c",
@@ -57,7 +57,7 @@ _STYLES = ("-", "--", ":")
 class LoadTrace:
     """Token counts by iteration, layer, rank and expert. `source` describes their origin."""
 
-    # [I, L, W, E] int64: tokens that rank W routed to expert E.
+    # [I, L, W, E] int64: tokens that rank w routed to expert e.
     tokens_ILWE: NDArray[np.int64]
     source: str = ""
     # Number of the first iteration, counting from 1.
@@ -78,7 +78,6 @@ class LoadTrace:
 
     @property
     def load_ILE(self) -> NDArray[np.int64]:
-        """Loads [I, L, E] summed over ranks."""
         load_ILE: NDArray[np.int64] = self.tokens_ILWE.sum(axis=2)
         return load_ILE
 
@@ -98,13 +97,15 @@ class LoadTrace:
         return len(self.tokens_ILWE)
 
     def to_json(self) -> str:
-        """Return JSON with one line per iteration."""
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source, "first": self.first})
         head, lines = f'{head[:-1]}, "tokens": [', self._lines()
         return head + "\n" + ",\n".join(lines) + _end(_chain_digest("", [head, *lines]))
 
     def append_to(self, path: Path) -> None:
-        """Append these iterations to a file written by `to_json`, without reading it. Sizes must match."""
+        """Append these iterations to a file that `to_json` has written for equal sizes, reading only its end.
+
+        Raises `ConfigError` if that end is damaged.
+        """
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _END_BYTES))
@@ -120,7 +121,7 @@ class LoadTrace:
 
     @classmethod
     def from_json(cls, text: str) -> LoadTrace:
-        """Parse the text written by `to_json`. A text without a digest (an earlier version) is not verified."""
+        """Parse the text written by `to_json`. Verify its digest, which earlier versions did not write."""
         data = parse_json(text, "load trace")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'load trace: the JSON lacks "format": "{_FORMAT}", "version": {_VERSION}')
@@ -156,15 +157,13 @@ def _end(digest: str) -> str:
 def plot_loads(trace: LoadTrace, path: str | Path, *, title: str) -> None:
     """Write a figure of the loads. The suffix of `path` (.png, .svg, .pdf) selects the format.
 
-    One panel per layer shows each expert's load relative to the mean over experts (1: balanced). The last panel shows
-    max_vio of every layer: the largest relative load minus 1.
+    One panel per layer shows each expert's load relative to the mean over experts. The last panel shows max_vio of
+    every layer.
     """
     figure(trace, title=title).savefig(path, dpi=_DPI)
 
 
 def figure(trace: LoadTrace, *, title: str) -> Figure:
-    """Return the figure of `plot_loads`, without a window."""
-    # Importing matplotlib is slow.
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -193,7 +192,7 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
         axes.set_title(f"layer {layer}", size=9, color=_INK)
     for axes in panels[::across]:
         axes.set_ylabel("expert", color=_FAINT)
-    for axes in panels[-across:]:  # the lowest panel of each column
+    for axes in panels[-across:]:
         axes.set_xlabel("step", color=_FAINT)
     drawn.colorbar(picture, ax=panels, label="load / mean load", fraction=0.03)
     max_vio_axes = drawn.add_subplot(grid[rows, :])
@@ -216,13 +215,12 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
 
 
 def relative_load(trace: LoadTrace) -> NDArray[np.float64]:
-    """Each expert's load [I, L, E] divided by its layer's mean load in that step; 1 if the layer has no load."""
+    """Return each expert's load [I, L, E] over its layer's mean load in that step; 1 if the layer has no load."""
     load_ILE = trace.load_ILE.astype(np.float64)
     mean_IL1 = load_ILE.mean(axis=2, keepdims=True)
     return np.where(mean_IL1 > 0, load_ILE / np.maximum(mean_IL1, 1e-300), 1.0)
 
 
 def _downsample(value_IX: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means of neighbouring steps, [at most MAX_COLUMNS, X]."""
     parts = np.array_split(value_IX, min(len(value_IX), MAX_COLUMNS))
     return np.stack([part.mean(axis=0) for part in parts])

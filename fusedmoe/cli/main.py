@@ -26,13 +26,12 @@ _RANK_0_PRINT_S = 3.0
 
 
 class _Command(argparse.ArgumentParser):
-    """Parser of one subcommand. Rejects unknown arguments with the usage of that subcommand."""
+    """Parser of one subcommand, whose errors show the usage of that subcommand."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             flags = re.findall(r"--[\w-]+", self.format_help())
-            # argparse does not suggest a flag for a misspelt one.
             near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1, cutoff=0.7)
             advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists all flags"
             self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
@@ -76,8 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 1 for an error on a rank, 2 for invalid arguments.
 
-    All ranks receive the same arguments and detect the same `ConfigError`: rank 0 prints it, and the launcher
-    terminates the other ranks. An error that only another rank raises is printed by that rank.
+    All ranks detect the same `ConfigError`: rank 0 prints it, and the launcher terminates the other ranks. An error
+    that only another rank raises is printed by that rank.
     """
     rank = 0
     # Printing a file name that cannot be encoded must not raise.
@@ -99,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
-        # An OSError without a file name is a bug, not a wrong path: keep the traceback.
+        # Without a file name it is a bug, not a wrong path: keep the traceback.
         if error.filename is None:
             raise
         print(f"fusedmoe: error: {printable(str(error))}", file=sys.stderr, flush=True)
@@ -112,12 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _has_stdout_reader() -> bool:
-    """Return whether stdout still has a reader. Without one, redirect stdout to /dev/null."""
+    """Return whether stdout has a reader. If not (`head` has exited, say), redirect stdout to /dev/null."""
     look = select.poll()
     look.register(sys.stdout, 0)
     if not look.poll(0):
         return True
-    # The reader (`head`, for example) has exited. Python flushes stdout at exit and would raise again.
+    # Python flushes stdout at exit and would raise again.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -13,14 +14,9 @@ from rich.table import Table
 
 from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
-from fusedmoe.cli.layouts import chosen_settings, layouts
+from fusedmoe.cli.layouts import layouts
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
-from fusedmoe.cli.settings import (
-    Settings,
-    describe,
-    given_settings,
-    read_costs,
-)
+from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
     compute_dtype,
     describe_costs,
@@ -33,11 +29,12 @@ from fusedmoe.cli.step_plans import (
     make_table,
     no_split_reason,
     plans_by_policy,
+    sizes_outside_ranges,
     step_tokens,
     unplanned_gradients,
     with_cached_tasks,
 )
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, printable
 from fusedmoe.models.job_files import ExternalJob
 from fusedmoe.models.read_job import read_job
 from fusedmoe.models.transformer import Transformer
@@ -65,9 +62,12 @@ class PlanReport:
     Computes the plans of every policy that training could follow, and reports on the policy of the settings, or on
     "sequential" if training follows no plan.
 
+    Args:
+        job: another framework's job, whose questions `facts["answer"]` then answers.
+        compared: number of layouts that were compared.
+        meta: result of `make_meta_model`, if it exists already.
     Attributes:
-        policy: name of the reported policy.
-        plan: its plan.
+        policy, plan: the reported policy and its plan.
         step_s: predicted step time of each policy, in seconds.
         timeline: simulation of the plan.
         drawn_timeline: simulation to draw: includes expert replicas if the placement has any.
@@ -108,7 +108,7 @@ class PlanReport:
         bound += fixed_s
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
-        # Several tasks of the path may run at once; `busy_intervals` counts each moment once.
+        # Tasks of the path may run at the same time.
         at_work_s = {name: sum(end_s - start_s for start_s, end_s in busy_intervals(path)[name]) for name in RESOURCES}
         step_s = self.step_s[self.policy]
         self.facts: dict[str, Any] = {
@@ -116,6 +116,7 @@ class PlanReport:
             "layout": {"ranks": launch.ranks, **vars(sizes), "dp": launch.ranks // sizes.mp},
             "machine": costs.machine,
             "poor_fits": costs.poor_fits,
+            "outside_ranges": sizes_outside_ranges(settings, sizes, costs),
             "policy": self.policy,
             "step_s": step_s,
             "bound_s": bound,
@@ -146,7 +147,6 @@ class PlanReport:
             self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
-        """Return the number of micro-batches of each layer; 1 if the layer is not split."""
         attention = [task for task in self.plan.compute if task.kind == TaskKind.ATTENTION and task.phase == phase]
         numbers = Counter(task.layer for task in attention)
         return [numbers[layer] for layer in sorted({layer_pass.layer for layer_pass in self._passes})]
@@ -174,6 +174,9 @@ class PlanReport:
             f"{step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
         )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
+        if outside := facts["outside_ranges"]:
+            text = f"costs outside the measured range: {outside}; run fusedmoe trace first, which measures them"
+            console.print(printable(text), markup=False, soft_wrap=True)
         if (answer := facts.get("answer")) is not None:
             print_answer(console, answer)
             console.print(self._policies_table())
@@ -214,7 +217,6 @@ class PlanReport:
         return f"micro-batches: {'; '.join(words)}; {buckets}; weight gradients are {apart}"
 
     def _passes_table(self) -> Table:
-        """Return the table of passes. Layers with equal rows share one row."""
         table = make_table(
             f"{self.policy}: {ms(self.step_s[self.policy])} per step",
             ("layer", "pass", "chunks", "time", "share of critical path", "bound by"),
@@ -253,15 +255,12 @@ class PlanReport:
 def _with_replicas(
     settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs, timeline: Timeline
 ) -> tuple[dict[str, Any], Timeline]:
-    """Add sparse collectives of expert replicas to a plan and simulate it.
+    """Add sparse collectives of expert replicas to a plan and simulate it. Return facts and the new timeline.
 
-    Returns:
-        The facts and the new timeline. Facts: seconds of each layer that the inter-node link can hide (`hidden_s`),
-            bytes of one expert (`expert_bytes`), experts sent per layer (`overlap`, t), seconds of such a sparse
-            collective (`seconds`), and the new step time (`step_s`).
+    Facts: seconds of each layer that the inter-node link can hide (`hidden_s`), bytes of one expert (`expert_bytes`),
+    experts sent per layer (`overlap`), seconds to send them (`seconds`), and the new step time (`step_s`).
     """
     again, layers = settings.rematerialise, len({task.layer for task in plan if task.layer is not None})
-    # Hecate fills the inter-node link's idle time.
     hidden_L = hidden_s(timeline, layers, again=again)
     nbytes, bytes_per_s = expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
     overlap = settings.placement_overlap
@@ -294,6 +293,8 @@ def run(arguments: argparse.Namespace) -> int:
         job = read_job(arguments.config.expanduser())
         settings = settings.changed({"model": job.model, **job.settings})
     settings = settings.changed(changes)
+    if job is None:
+        settings.model.require_byte_vocabulary()
     if settings.schedule == "off":
         raise ConfigError("--schedule off has no plan; use auto or a policy")
     machine = _find_machine(arguments, settings)
@@ -307,7 +308,7 @@ def run(arguments: argparse.Namespace) -> int:
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
         found = layouts(settings, launch, machine, job.state, meta)
-        number, settings = len(found), chosen_settings(settings, found[0])
+        number, settings = len(found), replace(settings, **vars(found[0].sizes))
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)
     if launched.rank > 0:
@@ -328,7 +329,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_machine(arguments: argparse.Namespace, settings: Settings) -> Machine | None:
-    """Return the --machine with the values that flags give, or None without --machine."""
+    """Return the --machine with the values that flags give; None without --machine."""
     if arguments.machine is None:
         needed = {"scale": False, "spread": None, "nics": None, "nic_bandwidth": None}
         if given := [name for name, unset in needed.items() if getattr(arguments, name) != unset]:
@@ -362,13 +363,11 @@ def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, 
 def _resolve_launch(
     arguments: argparse.Namespace, launched: Launch, settings: Settings, machine: Machine | None
 ) -> tuple[Launch, Settings]:
-    """Return the ranks to plan for (by default the launched ones) and the settings for them."""
     ranks, per_node = arguments.ranks, settings.ranks_per_node
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")
     if arguments.testbed is not None:
         testbed = TESTBEDS[arguments.testbed]
-        # By default the paper's whole cluster.
         ranks, per_node = ranks or testbed.nodes * testbed.gpus, per_node or testbed.gpus
     elif machine is not None:
         if ranks is None:

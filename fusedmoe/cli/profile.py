@@ -12,10 +12,10 @@ from rich.text import Text
 from fusedmoe.cli.commands import MAX_BUDGET_S
 from fusedmoe.cli.job import Launch, command_group, resolve_sizes
 from fusedmoe.cli.settings import Settings, given_settings
-from fusedmoe.cli.step_plans import compute_dtype, make_console, make_table
+from fusedmoe.cli.step_plans import format_scaled, make_console, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.files import dump_with_digest
-from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.cache import PRODUCT_DTYPES, cached_profile
 from fusedmoe.runtime.profiler import Profile
 
 _RESOURCE_NAMES = {"compute": "matrix products", "intra": "links inside a node", "inter": "links between nodes"}
@@ -27,10 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     launch = Launch.from_environment()
     settings = Settings().changed(given_settings(arguments))
     sizes, settings = resolve_sizes(settings, launch)
-    with command_group(settings, launch, sizes, "fusedmoe profile") as (topology, device):
-        measured, path = cached_profile(
-            topology, device, dtype=compute_dtype(settings), budget_s=arguments.budget, again=arguments.again
-        )
+    with command_group(settings, launch, sizes, "fusedmoe profile", arguments.duplex) as (topology, device):
+        dtype = PRODUCT_DTYPES[arguments.products]
+        measured, path = cached_profile(topology, device, dtype=dtype, budget_s=arguments.budget, again=arguments.again)
     if launch.rank == 0:
         _show(measured, path)
         if arguments.json is not None:
@@ -47,7 +46,7 @@ def _show(measured: Profile, path: Path) -> None:
     for name, line in measured.costs.lines.items():
         points, unit = measured.points[name], _unit(name)
         r2 = "" if line.r2 is None else f"{line.r2:.4f}"
-        most, rate = _format_scaled(points[-1][0], unit), _format_scaled(line.per_s, f"{unit}/s")
+        most, rate = format_scaled(points[-1][0], unit), format_scaled(line.per_s, f"{unit}/s")
         table.add_row(Text(printable(name)), most, str(len(points)), _format_time(line.alpha_s), rate, r2)
     console.print(printable(measured.costs.machine), markup=False)
     console.print(table)
@@ -69,15 +68,7 @@ def _unit(name: str) -> str:
     return "FLOP" if name == "gemm" else "B"
 
 
-def _format_scaled(value: float, unit: str) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {letter}{unit}"
-    return f"{value:.3g} {unit}"
-
-
 def plot(measured: Profile, path: Path) -> None:
-    """Draw measured points and fitted line of each cost, one panel per cost."""
     from matplotlib.figure import Figure
 
     lines = measured.costs.lines
@@ -94,7 +85,7 @@ def plot(measured: Profile, path: Path) -> None:
         panel.scatter([x / size for x in n], [1e3 * s for s in seconds], s=14, color="#ad380c", zorder=2)
         r2 = "" if line.r2 is None else f", r² {line.r2:.4f}"
         panel.set_title(
-            f"{name}\n{_format_time(line.alpha_s)} + n / ({_format_scaled(line.per_s, _unit(name) + '/s')}){r2}", size=9
+            f"{name}\n{_format_time(line.alpha_s)} + n / ({format_scaled(line.per_s, _unit(name) + '/s')}){r2}", size=9
         )
         panel.set(xlabel=unit, ylabel="ms", xlim=(0, None), ylim=(0, None), axisbelow=True)
         panel.grid(color="#e4e4e4", linewidth=0.6)

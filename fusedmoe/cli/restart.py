@@ -1,8 +1,7 @@
 """Restarts by torchrun: find the run folder that an earlier attempt of the same launch created.
 
-A run folder's launch.json lists the torchrun agents of its job, one per node, and the command's arguments. An agent
-outlives the attempts of its launch, and host, boot, PID and start time together identify one agent: no other launch
-matches, whatever its run id.
+A run folder's launch.json lists the command's arguments and the torchrun agents of its job, one per node. An agent
+outlives the attempts of its launch; host, boot, PID and start time identify it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Attempt(NamedTuple):
 
     Attributes:
         agents: the torchrun agents of all nodes; empty without torchrun.
-        restarts: largest restart count of an agent. An agent does not count restarts for nodes that join or leave.
+        restarts: largest restart count of an agent. Agents do not count restarts after nodes join or leave.
         earlier: run folder of an earlier attempt; None if there is none.
         settings: of the earlier run; None if it ended before it wrote them.
     """
@@ -43,20 +42,20 @@ class Attempt(NamedTuple):
 
 
 def find_attempt(run_dir: Path | None, timeout_s: float) -> Attempt:
-    """Return this attempt, with the earlier run folder in `run_dir`, by default in runs/*. Collective under torchrun.
+    """Return this attempt, with the earlier run folder at `run_dir`, by default in runs/*. Collective under torchrun.
 
     Raises:
         ConfigError, RankError: a rank failed or did not join within `timeout_s`.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Attempt()
-    # The parallel sizes may depend on the earlier run's settings: search over a temporary topology.
+    # A temporary topology: the job's parallel sizes may depend on the earlier run's settings.
     with Topology.from_sizes(timeout_s=timeout_s) as everyone:
         ranks = on_all_ranks(everyone.world, "comparing the launch of all ranks", _describe_rank)
         agents = frozenset(agent for agent, _ in ranks if agent)
 
         def find() -> tuple[Path | None, Settings | None]:
-            # Only rank 0 reads the folders: all ranks must agree, and file systems may be late on other nodes.
+            # All ranks must agree, and file systems may be late on other nodes.
             run = _find_run(run_dir, agents) if everyone.is_first else None
             return run, read_settings(run) if run is not None and (run / "config.json").exists() else None
 
@@ -65,7 +64,7 @@ def find_attempt(run_dir: Path | None, timeout_s: float) -> Attempt:
 
 
 def write_launch(run_dir: Path, agents: Iterable[str]) -> None:
-    """Write the launch of a run folder for later attempts; nothing without agents. Call on rank 0 only."""
+    """Add the agents to a run folder's launch.json; a no-op without agents. Call on rank 0 only."""
     if agents := set(agents):
         # A node that joined in this attempt may be the only one to remain in the next.
         agents |= set(_read(run_dir / _FILE).get("agents", ()))
@@ -73,7 +72,6 @@ def write_launch(run_dir: Path, agents: Iterable[str]) -> None:
 
 
 def describe_restart(attempt: Attempt, run_dir: Path, done: int, has_checkpoint: bool) -> str:
-    """Return the line that reports where an attempt continues; "" for the first attempt of a launch."""
     if attempt.earlier is not None:
         where = f"continuing after step {done}" if has_checkpoint else "it has no checkpoint yet, starting at step 1"
         return printable(f"restart by torchrun: run folder {run_dir} of the earlier attempt: {where}")
@@ -85,7 +83,7 @@ def describe_restart(attempt: Attempt, run_dir: Path, done: int, has_checkpoint:
 
 
 def _describe_rank() -> tuple[str, int]:
-    """Return the agent that started this rank, "" where /proc does not exist, and its restart count."""
+    """Return the agent that started this rank ("" where /proc does not exist), and its restart count."""
     agent, boot = os.getppid(), Path("/proc/sys/kernel/random/boot_id")
     since = start_time(agent)
     name = f"{socket.gethostname()} {boot.read_text().strip()} {agent} {since}" if since and boot.exists() else ""

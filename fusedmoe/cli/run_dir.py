@@ -35,7 +35,6 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint, self.metrics = path / "checkpoint", path / "metrics.jsonl"
-        # Gate choices by step, layer, rank and expert.
         self.loads, self.loads_figure_path = path / "loads.json", path / "loads.png"
         # Timeline of one step, and its comparison with the prediction as a table.
         self.timeline_figure_path, self.trace, self.parts = (
@@ -43,7 +42,7 @@ class RunDir:
             path / "trace.json",
             path / "parts.txt",
         )
-        # Inputs of a resumed job: costs of the schedule, and the plan measured to be fastest.
+        # Inputs of a resumed job.
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
 
     def write_metrics(self, step: int, record: dict[str, Any]) -> None:
@@ -51,7 +50,7 @@ class RunDir:
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:
-        """Create a run folder, by default runs/<date-time>. Call on rank 0 only."""
+        """Create a run folder, by default runs/<date-time>; refuse one with a run. Call on rank 0 only."""
         if path is not None:
             if (path / "config.json").exists():
                 raise ConfigError(f"{path} contains a run: use --resume {path}, or another --run-dir")
@@ -71,14 +70,13 @@ class RunDir:
     def write_config(
         self, settings: Settings, launch: Launch, sizes: Sizes, sequences_per_step: int, facts: dict[str, Any]
     ) -> None:
-        """Write config.json: the settings that `--resume` reads, and the values chosen at startup."""
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps, "sequences_per_step": sequences_per_step}
-        config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
+        config = {"settings": settings.to_dict(), "layout": layout, "chosen": chosen, **facts}
         write_text(self.path / "config.json", dump_with_digest(config, indent=2) + "\n")
 
     def layout_change(self, settings: Settings, launch: Launch, sizes: Sizes, sequences_per_step: int) -> str:
-        """Return a line about a layout or number of sequences per step that differs from config.json; "" if equal."""
+        """Return a line on a layout or number of sequences per step that differs from config.json; "" if equal."""
         path = self.path / "config.json"
         saved = parse_json(read_text(path), str(path))
         axes = ("ranks", "ep", "esp", "mp")
@@ -122,14 +120,12 @@ class RunDir:
 
 
 class LoadLog:
-    """Write loads.json into a run folder: counts[step][layer][rank][expert].
-
-    Each step copies its counts on this rank's device. Ranks gather counts every `GATHER_INTERVAL` steps and in `flush`.
+    """Write loads.json into a run folder: counts[step][layer][rank][expert], gathered every `GATHER_INTERVAL` steps.
 
     Args:
         source: description stored in the file.
-        done: completed steps of a resumed job. The existing file is continued if it has these steps and the same number
-            of layers, ranks and experts; otherwise a new file is started.
+        done: completed steps of a resumed job. The existing file is continued if it has these steps and equal sizes;
+            otherwise a new file is started.
     """
 
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
@@ -140,7 +136,7 @@ class LoadLog:
         self._pending: list[Tensor] = []
 
     def record(self, load_LE: Tensor) -> None:
-        """Record this rank's counts of a step, on all ranks in every step. Collective every `GATHER_INTERVAL` steps."""
+        """Record a step's counts of this rank. Call on all ranks: collective every `GATHER_INTERVAL` steps."""
         self._pending.append(load_LE)
         if len(self._pending) == GATHER_INTERVAL:
             self.flush()
@@ -156,7 +152,6 @@ class LoadLog:
             self._write(np.stack(ranks_ILE, axis=2).astype(np.int64))
 
     def draw(self, title: str) -> None:
-        """Draw the recorded loads, on rank 0."""
         if self._begun:
             plot_loads(LoadTrace.from_json(read_text(self._path)), self._figure_path, title=title)
 
@@ -167,14 +162,14 @@ class LoadLog:
             if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
                 write_text(self._path, LoadTrace(tokens_ILWE, self._source, self._next).to_json())
                 return
-            # Drop steps after a killed job's last checkpoint: they are repeated.
+            # Drops steps after a killed job's last checkpoint.
             write_text(self._path, earlier.to_json())
         if self._path.stat().st_size < MAX_LOG_BYTES:
             LoadTrace(tokens_ILWE).append_to(self._path)
 
 
 def _read(path: Path, steps: int) -> LoadTrace | None:
-    """Return the first `steps` steps of a file; None if some are missing and the file is below its size limit."""
+    """Return the first `steps` steps of a file; None if it lacks some, unless it has reached its size limit."""
     if not steps or not path.exists():
         return None
     try:

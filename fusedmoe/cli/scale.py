@@ -1,7 +1,6 @@
-"""Simulated schedules of a model on 8 to 4,096 ranks of a machine model.
+"""Simulated schedules of a model on 8 to 4,096 ranks of a machine model, with a constant batch per data-parallel rank.
 
-The batch per data-parallel rank is constant, so work per rank stays about the same. Gradients of experts that several
-ranks hold, embedding and head are reduced after the step and not overlapped.
+Gradients of experts that several ranks hold, embedding and head are reduced after the step and not overlapped.
 """
 
 from __future__ import annotations
@@ -53,21 +52,17 @@ def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) ->
 
 
 def simulate_point(
-    settings: Settings, machine: Machine, ranks: int, *, again: bool, show: Callable[[int, int], None]
+    settings: Settings, machine: Machine, num_ranks: int, *, again: bool, show: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Simulate one step on `ranks` ranks, without a schedule and with the policy of the settings.
+    """Simulate one step on `num_ranks` ranks, without a schedule ("sequential") and with the policy of the settings.
 
-    Returns:
-        Parallel sizes; step times without and with the schedule (`sequential_s`, `step_s`); communication that is not
-            overlapped with computation (`sequential_exposed_s`, `exposed_s`); total communication (`communication_s`);
-            its parts after the step for gradients of experts (`experts_s`) and of parameters of no MoE layer
-            (`dense_after_s`); tokens of all data-parallel replicas per second with the schedule (`tokens_per_s`);
-            compute time of the slowest rank relative to the mean (`slowest`); chunks per phase and
-            layer (`chunks`).
+    Returns facts by name. Exposed communication (`exposed_s`) is not overlapped with computation. Gradient all-reduces
+    after the step are of experts (`experts_s`) and of parameters of no MoE layer (`dense_after_s`). `slowest`: compute
+    time of the slowest rank relative to the mean.
     """
-    sizes, costs = machine_sizes_and_costs(machine, settings, ranks)
-    settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
-    launch, policy = Launch(0, ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
+    sizes, costs = machine_sizes_and_costs(machine, settings, num_ranks)
+    settings = settings.changed({"model": settings.model.with_experts(num_ranks, sizes.ep)})
+    launch, policy = Launch(0, num_ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
     meta, both = make_meta_model(settings), {"sequential", policy}
     plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=both, again=again, show=show)
     plan = plans[policy].plan
@@ -77,31 +72,25 @@ def simulate_point(
     fixed_s = after.seconds + head_s(settings, sizes, costs)
     sequential_s, step_s = none.end_s + fixed_s, timeline.end_s + fixed_s
     return {
-        "ranks": ranks,
+        "ranks": num_ranks,
         **vars(sizes),
-        "dp": ranks // sizes.mp,
+        "dp": num_ranks // sizes.mp,
         "sequential_s": sequential_s,
         "step_s": step_s,
         "speed_up": sequential_s / step_s,
-        "tokens_per_s": step_tokens(settings, ranks, sizes.mp) / step_s,
+        "tokens_per_s": step_tokens(settings, num_ranks, sizes.mp) / step_s,
         "sequential_exposed_s": none.exposed_s() + after.seconds,
         "exposed_s": timeline.exposed_s() + after.seconds,
         "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + after.seconds,
         "dense_after_s": after.dense_s,
         "experts_s": after.experts_s,
-        "slowest": slowest_rank_factor(ranks, machine.spread.value),
+        "slowest": slowest_rank_factor(num_ranks, machine.spread.value),
         "chunks": {phase: [plan.degrees.get((phase, layer), 1) for layer in range(layers)] for phase in PHASES},
     }
 
 
 class Scale:
-    """Simulated schedules of a model on 8 to 4,096 ranks, starting with the smallest number that the settings allow.
-
-    Args:
-        name: of the machine.
-        again: search for plans even if cached.
-        show: called with completed and total work.
-    """
+    """Simulated schedules on 8 to 4,096 ranks, from the smallest number that the settings allow."""
 
     def __init__(
         self, settings: Settings, machine: Machine, name: str, *, again: bool, show: Callable[[int, int], None]
@@ -109,13 +98,11 @@ class Scale:
         if settings.placement != "ep":
             raise ConfigError(f"--placement {settings.placement}: --scale supports --placement ep only")
         least = max((settings.ep or 1) * (settings.esp or 1), settings.mp or 1)
-        # The requested parallel sizes need at least `least` ranks.
         numbers = [ranks for ranks in scaling_ranks(machine) if ranks >= least]
         if not numbers:
             raise ConfigError(f"ep · esp or mp = {least} exceeds the 4,096 ranks of --scale")
         self._model, self._machine = settings.model, machine
         self._policy = "joint" if settings.schedule == "auto" else settings.schedule
-        # Each number of ranks is an equal part of the progress bar.
         parts, self._points = 1000, list[dict[str, Any]]()
         for ranks in numbers:
 
@@ -159,11 +146,9 @@ class Scale:
         console.print(figures_table(self._machine))
 
     def draw(self, path: Path) -> None:
-        """Draw speed-up, exposed communication and chunks over ranks. The suffix of `path` selects the format."""
         self.figure().savefig(path)
 
     def figure(self) -> Figure:
-        """Return the figure of `draw` without writing it."""
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 

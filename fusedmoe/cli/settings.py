@@ -41,12 +41,11 @@ _MAX_METAVAR_CHOICES = 3
 
 
 def schedules() -> tuple[str, ...]:
-    """Return the values of `--schedule`: "off", "auto", or the name of any registered policy."""
     return ("off", "auto", *POLICIES)
 
 
 def gates() -> tuple[str, ...]:
-    """Return the values of `--gate`: the library's, or all of `fusedmoe.gates.GATES` once that is imported."""
+    """Return the values of `--gate`: all of `fusedmoe.gates.GATES` if that is imported, else the library's."""
     module = sys.modules.get("fusedmoe.gates")
     return GATES if module is None else tuple(module.GATES)
 
@@ -104,12 +103,10 @@ class Settings:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or 0.0025·√(128 / model_dim) by default."""
         return 0.0025 * math.sqrt(128 / self.model.model_dim) if self.lr is None else self.lr
 
     @property
     def warmup_steps(self) -> int:
-        """`warmup`, or 5% of all steps by default."""
         return max(1, self.steps // 20) if self.warmup is None else self.warmup
 
     def learning_rate(self, step: int) -> float:
@@ -120,24 +117,23 @@ class Settings:
         return self.peak_lr * rise * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """Return a copy with some settings replaced. Settings of the model have the prefix "model." ("model.layers").
+        """Return a copy with some settings replaced. A setting of the model has the prefix "model." ("model.layers").
 
-        New gate options are merged into the existing ones unless the gate changes.
+        Gate options are merged into the existing ones unless the gate changes.
         """
         model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
         own = {name: value for name, value in changes.items() if not name.startswith("model.")}
         before = own.pop("model", self.model)
         if model.keys() & {"gate", "gate_options"}:
-            # A new gate may not accept the options of the previous gate.
             kept = before.gate_options if model.get("gate", before.gate) == before.gate else {}
             model["gate_options"] = {**kept, **model.get("gate_options", {})}
         return replace(self, model=replace(before, **model), **own)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Any) -> Settings:
+    def from_dict(cls, data: Any) -> Settings:
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ConfigError("it contains no settings")
         hints = get_type_hints(cls) | {f"model.{name}": hint for name, hint in get_type_hints(ModelConfig).items()}
@@ -159,15 +155,13 @@ def read_settings(run_dir: Path) -> Settings:
         raise ConfigError(f"{run_dir} is not a run folder: no config.json. Pass a run folder to --resume.")
     data = parse_json(read_text(path), str(path))
     try:
-        return Settings.from_json(data.get("settings") if isinstance(data, dict) else None)
+        return Settings.from_dict(data.get("settings") if isinstance(data, dict) else None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def _matches_type(value: Any, hint: Any) -> bool:
-    """Return whether a value parsed from JSON matches a type annotation."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
-    # bool is a subclass of int.
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, int | float):
@@ -177,13 +171,12 @@ def _matches_type(value: Any, hint: Any) -> bool:
 
 
 def parse_capacity(text: str) -> float | None:
-    """Parse a capacity factor. "none" is None: no capacity limit."""
     return None if text.lower() == "none" else float(text)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Command-line flag and the setting it sets. Its default value is read from `Settings`.
+    """Command-line flag of a setting, whose default value is that of `Settings`.
 
     `setting`: "model.NAME" for a field of `ModelConfig`. `kind`: parses the text; bool makes a pair `--flag`,
     `--no-flag`. `default_help`: description of the default if it is None.
@@ -203,8 +196,7 @@ class Flag:
 
     @property
     def valid_values(self) -> Sequence[str]:
-        """Valid values; empty if any value is accepted."""
-        # Evaluated on each access: a program may register a policy at any time.
+        """Valid values now (programs may register policies at any time); empty if any value is accepted."""
         return self.choices() if callable(self.choices) else self.choices
 
 
@@ -300,25 +292,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 
 
 class Commands(Protocol):
-    """Object that `argparse.ArgumentParser.add_subparsers` returns."""
+    """Result of `argparse.ArgumentParser.add_subparsers`."""
 
     def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
         """Create the parser of a command."""
 
 
-def add_parser(
-    commands: Commands,
-    name: str,
-    text: str,
-    epilog: str,
-    module: str,
-) -> argparse.ArgumentParser:
-    """Add the parser of a subcommand.
-
-    Args:
-        text: the first line is the summary in `fusedmoe --help`, the rest the description in `fusedmoe COMMAND --help`.
-        module: its function `run` executes the command and returns the exit code.
-    """
+def add_parser(commands: Commands, name: str, text: str, epilog: str, module: str) -> argparse.ArgumentParser:
+    """Add a subcommand's parser. `text`: summary, blank line, description. `module`: its `run` executes the command."""
     summary, _, description = text.partition("\n\n")
     parser = commands.add_parser(
         name,
@@ -345,10 +326,7 @@ STEP_FLAGS = (
 def add_flags(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, defaults: Settings | None = None
 ) -> None:
-    """Add the flags named in `names` (None: all flags) and `--model`.
-
-    `defaults`: settings whose values the help shows as defaults.
-    """
+    """Add the flags in `names` (None: all), and `--model` and `--gate-option` with them. Help shows `defaults`."""
     defaults = defaults or Settings()
     for title, all_flags in GROUPS.items():
         flags = [flag for flag in all_flags if names is None or flag.name in names]
@@ -393,7 +371,6 @@ def _add_flag(add_argument: Callable[..., Any], flag: Flag, default: Any) -> Non
     if flag.kind is bool:
         more = {"action": argparse.BooleanOptionalAction}
     elif len(known) > _MAX_METAVAR_CHOICES:
-        # A long metavar would make the help unreadable.
         help = f"{help}: {', '.join(known)}"
         more |= {"choices": known, "metavar": "NAME"}
     elif known:
@@ -423,7 +400,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's text on one line, with the command's flag instead of the library's argument as its fix."""
+    """Return an error on one line, with the command's flag instead of the library's argument as its fix."""
     return printable(str(error)).replace(TIMEOUT_CURE, "use a larger --timeout")
 
 
@@ -434,7 +411,6 @@ def describe(model: ModelConfig) -> str:
 
 
 def parse_output_path(text: str) -> Path:
-    """Parse an output path in an existing folder."""
     path = Path(os.path.expanduser(text))
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"folder {path.parent} does not exist; create it first")
@@ -442,7 +418,6 @@ def parse_output_path(text: str) -> Path:
 
 
 def parse_figure_path(text: str) -> Path:
-    """Parse the output path of a figure (.png, .svg or .pdf) in an existing folder."""
     path = parse_output_path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{path.name}: expected the suffix .png, .svg or .pdf")

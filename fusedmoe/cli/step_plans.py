@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -47,6 +48,8 @@ from fusedmoe.training.gradient_buckets import reduced_bytes
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Settings that affect the step time.
 _TIMING_SETTINGS = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
+# Multiple of the largest measured size up to which a fitted line is trusted.
+_FAR = 10
 # Numbers of chunks tried in measurement steps, in addition to 1.
 _DEGREES = (2, 3, 4)
 
@@ -54,10 +57,10 @@ _DEGREES = (2, 3, 4)
 def measurement_plans(costs: StepCosts, samples: int) -> list[Plan]:
     """Return plans with one chunk and with several, to measure the tasks of a step.
 
-    If layers can be split, also with and without separate weight-gradient tasks; micro-batches are cut from `samples`.
+    If layers can be split, also with separate weight-gradient tasks; `samples` are cut into micro-batches.
     """
     if costs.can_split:
-        # Micro-batches have equal size: their number must divide `samples`.
+        # Micro-batches have equal size.
         several = max((degree for degree in _DEGREES if samples % degree == 0), default=1)
         splits = [StepSplit(degree, degree, weights=apart) for apart in (False, True) for degree in (1, several)]
         return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
@@ -66,6 +69,7 @@ def measurement_plans(costs: StepCosts, samples: int) -> list[Plan]:
 
 
 def selected_policy(settings: Settings) -> str:
+    """Return the policy ("joint" for "auto"). Raise `ConfigError` if it splits layers that cannot be split."""
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = no_split_reason(settings)
     if not POLICIES[policy].chunks_only_pipelines and refusal is not None:
@@ -87,15 +91,14 @@ def with_measured_tasks(
 ) -> CostModel:
     """Add task times measured in this model's own steps to the costs. Collective over all ranks.
 
-    Args:
-        lookup: returns measured times, or None if unknown. Its arguments: everything that task times depend on (plain
-            types, the same on every rank), and whether micro-batches pass through whole layers.
+    `lookup` returns measured times, or None if unknown. Its arguments: all facts that task times depend on (plain
+    types, the same on every rank), and whether micro-batches pass through whole layers.
     """
     workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
     whole = uses_micro_batches(settings)
     # Blocks do not measure the per-layer entry; "auto" compares plans of both forms.
     forms = {workload.shapes + PER_LAYER_SUFFIX: False} if whole and settings.schedule == "auto" else {}
-    observed, known = dict(costs.observed), settings.to_json()
+    observed, known = dict(costs.observed), settings.to_dict()
     for name, of_blocks in {**forms, workload.shapes: whole}.items():
         facts = machine_facts(topology, device, compute_dtype(settings))
         facts |= {name: known[name] for name in _TIMING_SETTINGS} | {"blocks": of_blocks}
@@ -105,7 +108,7 @@ def with_measured_tasks(
 
 
 def with_cached_tasks(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
-    """Add task times that an earlier job cached for this model, if any. Collective over all ranks."""
+    """Add an earlier job's task times of this model, if training follows a plan with static experts. Collective."""
     if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
         return costs
     return with_measured_tasks(costs, settings, topology, device, lambda facts, _: read_cached_tasks(topology, facts))
@@ -123,7 +126,6 @@ def split_axis(settings: Settings, mp: int) -> Along:
 
 
 def micro_batch_axis_size(settings: Settings, mp: int) -> int:
-    """Return the number of samples, or of positions, that are split into micro-batches."""
     return settings.model.seq_len if split_axis(settings, mp) == "positions" else settings.model.batch
 
 
@@ -135,7 +137,6 @@ def no_split_reason(settings: Settings) -> str | None:
 
 
 def step_tokens(settings: Settings, ranks: int, mp: int) -> int:
-    """Return the tokens of all replicas in one step."""
     return settings.model.batch * settings.model.seq_len * (ranks // mp)
 
 
@@ -144,13 +145,11 @@ def compute_dtype(settings: Settings) -> torch.dtype:
 
 
 def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
-    """Return the per-rank workload of one layer."""
     travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
 
 
 def make_meta_model(settings: Settings) -> Transformer:
-    """Return the model on the meta device, which has shapes without memory."""
     return make_model(settings, settings.model, Topology(), torch.device("meta"))
 
 
@@ -165,9 +164,7 @@ def step_costs(
 ) -> StepCosts:
     """Return the costs of a training step over the model's MoE layers. No communication.
 
-    Args:
-        meta: result of `make_meta_model`, if it exists already.
-        whole: micro-batches can pass through whole layers.
+    `meta`: result of `make_meta_model`, if it exists already. `whole`: micro-batches can pass through whole layers.
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
@@ -180,7 +177,6 @@ def step_costs(
 
 
 def require_moe_layers(model: ModelConfig) -> None:
-    """Raise `ConfigError` if no block of the model has experts."""
     if not model.num_moe_layers:
         raise ConfigError(
             f"--layers {model.layers} with --moe-every {model.moe_every} and --dense-layers {model.dense_layers}: the "
@@ -205,7 +201,10 @@ def _reduced_bytes(meta: Transformer, ranks: int, mp: int) -> tuple[list[int], i
 
 
 def head_s(settings: Settings, sizes: Sizes, costs: CostModel) -> float:
-    """Predict the seconds of the head's products, which no plan contains. The head of a model over bytes is ignored."""
+    """Predict the seconds of the output head's matrix products, forward and backward, which no plan contains.
+
+    0 for a byte-level model (`vocab_size` is None), whose head is small.
+    """
     model = settings.model
     if model.vocab_size is None:
         return 0.0
@@ -227,7 +226,7 @@ def machine_costs(machine: Machine, settings: Settings, sizes: Sizes, ranks: int
 
 
 class UnplannedGradients(NamedTuple):
-    """Seconds of the gradient all-reduces that follow a step under every policy and without one.
+    """Seconds of the gradient all-reduces that no plan contains and that follow every step.
 
     Attributes:
         dense_s: parameters of no MoE layer: embedding, head, blocks after the last MoE layer.
@@ -250,13 +249,9 @@ def unplanned_gradients(
     machine: Machine | None = None,
     meta: Transformer | None = None,
 ) -> UnplannedGradients:
-    """Predict the seconds of the gradient all-reduces that no plan contains and that follow every step.
+    """Predict the gradient all-reduces that no plan contains. No communication.
 
-    They reduce parameters outside MoE layers, and experts that several ranks hold. No communication.
-
-    Args:
-        machine: gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs` is used for it.
-        meta: as for `step_costs`.
+    `machine` gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs`. `meta`: as for `step_costs`.
     """
     meta = meta or make_meta_model(settings)
     _, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
@@ -295,9 +290,10 @@ def plans_by_policy(
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Planned]:
-    """Return the plans of a step by these policies (None: all) that training could execute (`Trainer.set_plan`).
+    """Return the plans of a step by these policies (None: all) that training could execute.
 
-    Policies for whole models split layers if possible; other policies plan each layer separately.
+    Policies for whole models split layers if possible; other policies plan each layer separately. If training follows
+    no plan, the result has only "sequential". `show` is called with completed and total work.
     """
     policies = POLICIES if policies is None else policies
     meta = meta or make_meta_model(settings)
@@ -316,7 +312,7 @@ def plans_by_policy(
         limit = micro_batch_axis_size(settings, sizes.mp)
         found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
         plans |= {name: Planned(plan, split) for name, plan in found.items()}
-    # Policies for single layers are costed without micro-batches: one of them may be faster than the joint plan.
+    # A policy for single layers may be faster than the joint plan.
     if "joint" in plans:
         fastest, joint = min(plans.values(), key=lambda planned: makespan(*planned)), plans["joint"]
         plans["joint"] = fastest if makespan(*fastest) < makespan(*joint) * (1 - ROUNDING) else joint
@@ -327,19 +323,40 @@ def plans_by_policy(
 
 
 def expert_bytes(settings: Settings, sizes: Sizes) -> int:
-    """Return the bytes of this rank's shard of one expert's parameters; its gradients have the same size."""
+    """Return the bytes of this rank's shard of one expert's parameters."""
     expert = make_experts(settings.model)
     expert.setup(settings.model.model_dim, Place(shards=sizes.esp), device="meta")
     return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)
 
 
 def describe_costs(costs: CostModel) -> str:
-    """Name the measured machine, and lines that fit their measured points poorly."""
     named = printable(f"costs: {costs.machine or 'unnamed machine'}")
     if not costs.poor_fits:
         return named
     again = "start fusedmoe profile --again --budget 60 on the idle machine, with the same ranks"
     return f"{named}\npoor fits: {costs.poor_fits}. Predictions may be wrong and plans slow; {again}"
+
+
+def sizes_outside_ranges(settings: Settings, sizes: Sizes, costs: CostModel) -> str:
+    """Name the costs that are extrapolated far beyond their measured sizes; empty if none is, or tasks are measured."""
+    workload, named = step_workload(settings, sizes.ep, sizes.esp, sizes.mp), []
+    if any(shapes.startswith(workload.shapes) for shapes in costs.observed):
+        return ""
+    for line, needed in workload.operation_sizes().items():
+        least, most = costs.ranges.get(line, (0.0, math.inf))
+        unit = "FLOP" if line == "gemm" else "B"
+        # A slope has the same relative error at any larger size, but a start-up time dominates small ones.
+        if outside := [n for n in needed if 0 < n < least or n > _FAR * most]:
+            measured = f"measured {format_scaled(least, unit)} to {format_scaled(most, unit)}"
+            named.append(f"{line} of {' and '.join(format_scaled(n, unit) for n in outside)} ({measured})")
+    return ", ".join(named)
+
+
+def format_scaled(value: float, unit: str) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 def make_table(title: str, columns: Sequence[str], right: Collection[str] = ()) -> Table:
@@ -355,7 +372,7 @@ def make_console() -> Console:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Format predicted and measured milliseconds by kind of task; the whole step is last."""
+    """Format milliseconds by kind of task as a table; the last row is the whole step."""
     columns = ("", "predicted", "measured", "error")
     table = make_table("busy time, ms; –: not predicted, or not measured by itself", columns, right=columns[1:])
     for row in rows:

@@ -34,7 +34,6 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def check_launcher() -> None:
-    """Raise `ConfigError` if the launcher lacks a setting that `--survive` needs."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ConfigError(f"--survive needs torchrun, which restarts ranks. {_TORCHRUN_FLAGS}")
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -49,8 +48,8 @@ def check_launcher() -> None:
 def end_with_launcher() -> None:
     """Terminate this rank when its launcher exits for any reason, or sends a signal.
 
-    A node without its launcher is lost: nothing restarts its ranks. Ranks forked by torchrun inherit signal handlers
-    that block while the rank waits for other ranks.
+    Nothing restarts the ranks of a node without its launcher. Signal handlers inherited from torchrun are removed: they
+    only set a flag for a loop that does not run in this process.
     """
     launcher = os.getppid()
     # The kernel sends SIGKILL to this rank when its parent dies.
@@ -58,7 +57,6 @@ def end_with_launcher() -> None:
     # If the launcher died before prctl, no signal is sent.
     if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
-    # The inherited handlers only set a flag for torchrun's loop, which does not run in this process.
     if multiprocessing.parent_process() is not None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
@@ -68,11 +66,13 @@ def end_with_launcher() -> None:
 class Survivor:
     """Job that outlives its processes: settings, run folder and in-memory state. Construction is collective.
 
+    Restarted ranks read settings and run folder from a note in the memory of their node.
+
     Attributes:
         run_dir: the job's run folder; None for a new job.
         settings: of the job's first start.
         sizes: parallel sizes for the current ranks.
-        batches_per_step: batches per step over all ranks. Set by `join`.
+        batches_per_step: batches per step over all ranks: the job's largest number of replicas. Set by `join`.
     """
 
     batches_per_step: int
@@ -83,14 +83,14 @@ class Survivor:
         if launch.local_rank == 0:
             # One process per node keeps the memory alive across restarts.
             self._memory.keep()
-        # The parallel sizes depend on the notes: read them over a temporary topology.
+        # A temporary topology: the job's parallel sizes depend on the notes.
         with Topology.from_sizes(timeout_s=settings.timeout_s) as everyone:
             notes = on_all_ranks(everyone.world, "reading the job's note", self._memory.note)
         note: dict[str, Any] | None = next((note for note in notes if note is not None), None)
         self.run_dir: Path | None = None
         if note is not None:
-            settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
-        # Nodes that joined later have an older note or none: the largest number over all notes is the job's.
+            settings, self.run_dir = Settings.from_dict(note["settings"]), Path(note["run_dir"])
+        # Nodes that joined later have an older note or none.
         self._batches_per_step = max((int(note["shares"]) for note in notes if note is not None), default=1)
         self.sizes, self.settings = resolve_sizes(settings, launch, sizes_for_ranks)
 
@@ -100,13 +100,11 @@ class Survivor:
         if topology.job.board is not None:
             topology.job.board.exit_s = 2 * NOTE_RENEWAL_S
         self._topology, self._survival = topology, Survival(topology, self._memory)
-        # As many batches per step as the job's largest number of replicas.
         self.batches_per_step = max(self._batches_per_step, topology.dp.size)
 
     def restore(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Load the newest complete state and return its `extra`; None without a complete state. Collective."""
+        """Load the newest complete state and return its `extra`, or None. Rank 0 prints lost states. Collective."""
         survival, first = self._survival, self._topology.is_first
-        # Both nodes with a part of this state were lost: report why an older state is loaded.
         for step, keys in survival.lost.items():
             if first:
                 lost = f"{len(keys)} parts of the state of step {step} are lost on all nodes"
@@ -118,24 +116,23 @@ class Survivor:
         return survival.restore(trainer.model, trainer.optimizer)
 
     def write_note(self, run_dir: Path) -> None:
-        """Write the job's settings and run folder to node memory, where restarted ranks read them."""
+        """Write the job's settings and run folder to node memory."""
         if self._launch.local_rank == 0:
             note = {
-                "settings": self.settings.to_json(),
+                "settings": self.settings.to_dict(),
                 "run_dir": str(run_dir.absolute()),
                 "shares": self.batches_per_step,
             }
             self._memory.write_note(note)
 
     def refresh(self, trainer: Trainer, done: int, extra: dict[str, Any]) -> float:
-        """Store the state after `done` steps and return the duration in seconds. Collective."""
+        """Store the state after `done` steps and return the seconds it took. Collective."""
         began = time.perf_counter()
         self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
         trainer.exclude_next_step()
         return time.perf_counter() - began
 
     def describe_cost(self, seconds: float) -> str:
-        """Describe the memory, traffic and time of the last refresh, which took `seconds`."""
         nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
         steps = f"every {every} steps" if every > 1 else "every step"
         sent = f"{price.sent_bytes / 1e6:.3g} MB to another node" if nodes > 1 else "nothing sent (one node)"
@@ -144,8 +141,8 @@ class Survivor:
 
 
 def sizes_for_ranks(settings: Settings, launch: Launch) -> Sizes:
-    """Return the parallel sizes in the settings, without sizes that the current ranks do not allow."""
-    # Drop as few requested sizes as possible, ep first: it depends on the number of remaining nodes.
+    """Return the parallel sizes, without requested sizes that the current ranks do not allow."""
+    # Drop as few requested sizes as possible, ep first: it depends on the number of nodes.
     for given_up in ((), ("ep",), ("ep", "esp")):
         with suppress(ConfigError):
             return choose_sizes(settings.changed(dict.fromkeys(given_up)), launch)

@@ -9,12 +9,7 @@ from dataclasses import replace
 
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, command_group, format_ranks, resolve_sizes
-from fusedmoe.cli.settings import (
-    Settings,
-    describe,
-    given_settings,
-    read_costs,
-)
+from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
     compute_dtype,
     describe_costs,
@@ -44,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(schedule="auto").changed(given_settings(arguments))
     given = None if arguments.costs is None else read_costs(arguments.costs)
     sizes, settings = resolve_sizes(settings, launch)
+    settings.model.require_byte_vocabulary()
     followed_policy(settings, sizes)  # raises before the machine is measured
     with command_group(settings, launch, sizes, "fusedmoe trace") as (topology, device):
         costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
@@ -59,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         own = [trainer.recorded_step(number)[1] for number in numbers][_WARM_UP:]
         ranks = all_gather_object(topology.world, own, "gathering timelines")
     if launch.rank == 0:
-        # A step is compared over its ranks.
         by_step = [list(timelines) for timelines in zip(*ranks, strict=True)]
         # The cost model may lack the optimizer.
         if planned[1].optimizer_s is None:
@@ -95,11 +90,7 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
 
 
 def _show(
-    rows: Sequence[Row],
-    refitted_s: float,
-    predicted: Timeline,
-    measured: Sequence[Timeline],
-    steps_s: Sequence[float],
+    rows: Sequence[Row], refitted_s: float, predicted: Timeline, measured: Sequence[Timeline], steps_s: Sequence[float]
 ) -> None:
     """Print the comparison. `refitted_s`: step time simulated from the task times of these steps, in seconds."""
     print(format_rows(rows), end="")

@@ -65,18 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
         check_launcher()
         end_with_launcher()
     sizes, settings = resolve_sizes(settings, launch, sizes_for_ranks if settings.survive else choose_sizes)
-    followed_policy(settings, sizes)  # raises before measuring and before creating a run folder
-    device, stop = choose_device(settings, launch), StopRequest()
+    settings.model.require_byte_vocabulary()
+    followed_policy(settings, sizes)  # raises before measuring
+    device, stop_request = choose_device(settings, launch), StopRequest()
     if device.type == "cpu":
-        keep_memory()  # steps allocate equal sizes: avoids page faults in each step
+        keep_memory()
     with ExitStack() as held:
         # With --survive, SIGTERM must terminate a rank that waits for others.
         if not settings.survive:
-            held.enter_context(stop)
+            held.enter_context(stop_request)
         held.enter_context(process_group(launch, device, settings.timeout_s))
         survivor = Survivor(launch, settings) if settings.survive else None
         if survivor is not None:
-            # A restarted rank has only its flags; the note in the node's memory has the job's settings.
+            # The note in the node's memory has the job's settings.
             settings, sizes = survivor.settings, survivor.sizes
         # --resume and --survive find their run folder themselves.
         searches = survivor is None and arguments.resume is None
@@ -86,16 +87,15 @@ def run(arguments: argparse.Namespace) -> int:
             sizes, settings = resolve_sizes(attempt.settings.changed(changes), launch)
         topology = make_topology(sizes, settings.timeout_s)
         try:
-            # An exception in the block terminates the other ranks with its text, wherever they wait.
             with topology.guard("fusedmoe train"):
                 if survivor is not None:
                     survivor.join(topology)
-                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor, attempt)
+                job = TrainingJob(settings, launch, sizes, topology, device, stop_request, survivor, attempt)
                 verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
             if survivor is None:
                 raise
-            # torchrun restarts all ranks once this process has exited; an orderly shutdown would take minutes.
+            # An orderly shutdown would take minutes.
             exit_for_restart(topology, error)
     if launch.rank == 0:
         print(printable(verdict.last_line), flush=True)
@@ -123,20 +123,22 @@ class TrainingJob:
         sizes: Sizes,
         topology: Topology,
         device: torch.device,
-        stop: StopRequest,
+        stop_request: StopRequest,
         survivor: Survivor | None = None,
         attempt: Attempt | None = None,
     ) -> None:
         self.settings, self.launch, self.sizes, self.attempt = settings, launch, sizes, attempt or Attempt()
-        self.topology, self.device, self.stop, self.survivor = topology, device, stop, survivor
+        self.topology, self.device, self.stop_request, self.survivor = topology, device, stop_request, survivor
         self._gemm_flop_per_s: float | None = None
         self._saved: int | None = None  # step of the last checkpoint; None while a save may replace it
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
-        """Train until the last step, `stop_at` or a stop request, then compute the held-out loss."""
+        """Train until the last step, `stop_at` or a stop request. After the last step, compute the held-out loss."""
         self.corpus = self._corpus()
         batches_per_step = None if self.survivor is None else self.survivor.batches_per_step
-        self.trainer = Trainer(self.settings, self.topology, self.device, self.corpus, self.stop, batches_per_step)
+        self.trainer = Trainer(
+            self.settings, self.topology, self.device, self.corpus, self.stop_request, batches_per_step
+        )
         with closing(self.trainer):
             return self._run(run_dir, resume, stop_at)
 
@@ -152,7 +154,7 @@ class TrainingJob:
         else:
             done = self._start(run_dir)
         if self.survivor is not None:
-            # From here on a restart finds the job; before the first refresh it restarts in the same folder from step 0.
+            # From here on a restart finds the job; before the first refresh it restarts at step 0.
             self.survivor.write_note(self.folder.path)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow_plan()
@@ -164,9 +166,8 @@ class TrainingJob:
             # A failure in the first step must lose nothing.
             self.survivor.refresh(self.trainer, done, self._extra(done))
         try:
-            # With --survive, signals are caught only once all ranks are here; before, they must terminate a waiting
-            # rank.
-            stop_context: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop
+            # Not earlier: until all ranks are here, signals must terminate a waiting rank.
+            stop_context: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop_request
             with stop_context, make_display(topology.rank, settings.steps, done) as self.display:
                 done, stopped = self._train(done, last)
             self.loads.draw(f"Loads of experts: {describe(settings.model)}")
@@ -189,7 +190,7 @@ class TrainingJob:
             loss = self.trainer.held_out_loss()
         if loss is None:
             again = f"Continue with: {self._resume_command()}"
-            code = STOPPED if self.stop.is_requested else 0
+            code = STOPPED if self.stop_request.is_requested else 0
             return JobEnd(f"stopped after step {done} of {settings.steps}, checkpoint saved. {again}", code)
         if topology.is_first:
             self.folder.write_metrics(done, {"held_out_loss": loss})
@@ -207,9 +208,9 @@ class TrainingJob:
         return launch_command(self.topology.size, arguments) + hint
 
     def _follow_plan(self) -> None:
-        """Let the trainer follow its policy's plan, with the costs of the run folder or newly measured costs."""
+        """Follow the policy's plan, with the costs of the run folder or newly measured costs. Collective."""
         path, trainer = self.folder.costs, self.trainer
-        # Only rank 0 reads the folder: other nodes may not see it, or see it late.
+        # Other nodes may not see the folder, or see it late.
         text = read_text(path) if self.topology.is_first and path.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
@@ -243,9 +244,9 @@ class TrainingJob:
         return costs
 
     def _train(self, done: int, last: int) -> tuple[int, bool]:
-        """Run steps `done` to `last`. Return the number of completed (saved) steps, and whether to stop the job."""
+        """Run the steps after `done` up to `last`, and save. Return the completed steps and whether to stop the job."""
         settings, trainer = self.settings, self.trainer
-        # A resumed job has drawn its timeline, but tuning may now choose another plan.
+        # A resumed job has drawn its timeline, but tuning may choose another plan.
         drawn = None if trainer.tuning is not None or done <= settings.timeline_step else trainer.plan_name
         # State from memory may be newer than the disk: then save in any case.
         saved, stop, speed = done if self.survivor is None else -1, False, 0.0
@@ -256,30 +257,28 @@ class TrainingJob:
             values, refresh_values = refresh_values, {}
             if _needs_timeline(settings, done, trainer, drawn):
                 drawn = trainer.plan_name
-                # Recording synchronizes after each kernel: record one step, and exclude it from tuning.
+                # Recording is slow: exclude the step from tuning.
                 report, timeline = trainer.recorded_step(done)
                 values["exposed_s"] = self._draw_timeline(timeline, done + 1)
             else:
                 report = trainer.step(done)
-            done, stop = done + 1, report.stop
+            done, stop = done + 1, report.is_stopping
             load_LE = trainer.load_LE()
             if load_LE is not None:
                 self.loads.record(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
-                # Collective: all ranks collect in the same steps.
                 values |= metrics.collect()
             if self.topology.is_first:
-                facts = {name: value for name, value in vars(report).items() if name != "stop"}
+                facts = {name: value for name, value in vars(report).items() if name != "is_stopping"}
                 rate = settings.learning_rate(done - 1)
                 self.folder.write_metrics(done, facts | {"lr": rate, "time": time.time()} | values)
                 now = report.tokens / report.seconds
-                # Single steps vary with the load of the machine.
                 speed = 0.9 * speed + 0.1 * now if speed else now
                 self.display.show_step(done, report.loss, speed)
-            # After the metrics line: a restart continues from here, and no line may be missing.
+            # After the metrics line: a restart continues from here.
             if self.survivor is not None and done % settings.survive == 0:
                 refresh_values = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(done))}
-                # The refresh before step 0 had no optimizer state: its size is not representative.
+                # The refresh before step 0 had no optimizer state.
                 if not has_reported_cost and self.topology.is_first:
                     self.display.show_message(f"survival: {self.survivor.describe_cost(refresh_values['refresh_s'])}")
                 has_reported_cost = True
@@ -291,11 +290,11 @@ class TrainingJob:
         return done, stop
 
     def _metrics(self) -> Metrics | None:
-        """Start routing metrics; None for a model without MoE layers. Collective."""
+        """Start routing metrics; None without MoE layers. Collective."""
         model = self.trainer.model
         if next(model.moe_layers(), None) is None:
             return None
-        # 6 FLOP per parameter and token: two forward, four for the gradients of input and weight.
+        # 6 FLOP per parameter and token: 2 forward, 4 backward.
         flops = None if self._gemm_flop_per_s is None else 6.0 * count_parameters(self.trainer)[1]
         return Metrics(model, flops_per_token=flops, peak_flops=self._gemm_flop_per_s)
 
@@ -303,7 +302,6 @@ class TrainingJob:
         settings = self.settings
         source = None if settings.data is None else Path(os.path.expanduser(settings.data))
         corpus = load_corpus(source, settings.pattern, settings.held_out)
-        # A rank would train on different text without an error.
         prints = all_gather_object(self.topology.world, corpus.fingerprint, "comparing the text")
         for rank, fingerprint in enumerate(prints):
             if fingerprint != prints[0]:
@@ -315,7 +313,7 @@ class TrainingJob:
 
     def _save(self, done: int) -> None:
         trainer, extra = self.trainer, self._extra(done)
-        # Before each checkpoint: the file must have every step that a resumed job skips.
+        # The file must have every step that a resumed job skips.
         self.loads.flush()
         self._saved = None
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
@@ -331,7 +329,7 @@ class TrainingJob:
         return {"step": done, "text": self.corpus.fingerprint, **placement}
 
     def _restore(self, survivor: Survivor) -> int:
-        """Restore a restarted job. Return its number of completed steps."""
+        """Load a restarted job's state from memory or a checkpoint. Return its number of completed steps."""
         extra = survivor.restore(self.trainer)
         if extra is not None:
             source, done = "memory", self._apply_extra(extra)
@@ -381,8 +379,6 @@ class TrainingJob:
         return self._saved
 
     def _apply_extra(self, extra: dict[str, Any]) -> int:
-        """Validate and apply the extra values of a checkpoint. Return the number of completed steps."""
-        # Another program's checkpoint loads if names and shapes match; its extra values differ.
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} was not written by fusedmoe train")
         if extra["text"] != self.corpus.fingerprint and self.topology.is_first:
@@ -419,7 +415,7 @@ class TrainingJob:
         print(_remaining_steps(done, last, settings.steps), flush=True)
 
     def _draw_timeline(self, timeline: Timeline, step: int) -> float:
-        """Write timelines on rank 0; return the exposed seconds, mean over ranks. `step` counts from 1."""
+        """Write timelines on rank 0; return the exposed seconds, mean over ranks. `step` counts from 1. Collective."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         trainer, planned = self.trainer, self.trainer.planned
         if self.topology.is_first:
@@ -451,7 +447,6 @@ def _needs_timeline(settings: Settings, step: int, trainer: Trainer, drawn: str 
 
     `drawn`: the plan of the existing timeline.
     """
-    # The job may be shorter than the tuning.
     if drawn is None and step == settings.steps - 1:
         return True
     return step >= settings.timeline_step and trainer.is_settled and trainer.plan_name != drawn
@@ -468,7 +463,6 @@ def _remaining_steps(done: int, last: int, steps: int) -> str:
 def count_parameters(trainer: Trainer) -> tuple[int, int]:
     """Count the parameters of the whole model and those active per token. No communication."""
     model, topology = trainer.model, trainer.model.topology
-    # A token uses k experts.
     routed = {id(p): layer for layer in model.moe_layers() for p in layer.experts.parameters()}
     share = min(1.0, model.config.k / (model.config.experts or 1))
     whole = active = 0.0
@@ -476,7 +470,7 @@ def count_parameters(trainer: Trainer) -> tuple[int, int]:
         parameter, layer = replica.parameter, routed.get(id(replica.parameter))
         ranks = math.prod(getattr(topology, axis).size for axis in replica.sharding)
         size = parameter.numel() * ranks
-        # With a dynamic placement a rank owns any number of experts: count all experts by the shape of one.
+        # With a dynamic placement a rank owns any number of experts.
         if layer is not None and layer.placed is not None:
             size = parameter.shape[1:].numel() * layer.gate.experts * ranks // topology.ep.size
         whole += size

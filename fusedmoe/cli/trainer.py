@@ -62,18 +62,17 @@ class StepReport:
     tokens: int
     seconds: float
     # A rank received a stop request.
-    stop: bool
+    is_stopping: bool
 
 
 class Trainer:
     """Model, optimizer and data of one rank, and the steps that train it.
 
-    A step depends only on parameters, optimizer state, settings and step number; the last two seed the generators of
-    batches and gate noise. A resumed job therefore continues as if it had not been stopped.
+    A step depends only on parameters, optimizer state, settings and step number, which seeds batches and gate noise: a
+    resumed job continues as if it had not been stopped.
 
-    Args:
-        batches_per_step: over all ranks, by default one per data-parallel rank. With fewer ranks, each rank accumulates
-            gradients over several batches, so that the step trains on the same text.
+    `batches_per_step`: over all ranks, by default one per data-parallel rank. With fewer ranks, each rank accumulates
+    gradients over several batches, so that the step trains on the same text.
     """
 
     def __init__(
@@ -82,13 +81,13 @@ class Trainer:
         topology: Topology,
         device: torch.device,
         corpus: Corpus,
-        stop: StopRequest,
+        stop_request: StopRequest,
         batches_per_step: int | None = None,
     ) -> None:
         model = settings.model
         self.batches_per_step = batches_per_step or topology.dp.size
         mask = model.mask if model.objective == "masked" else None
-        self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
+        self._settings, self._topology, self._device, self._stop_request = settings, topology, device, stop_request
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
         self.model = make_model(settings, model, topology, device)
@@ -105,18 +104,14 @@ class Trainer:
         tell: Callable[[str], None] = print,
         measure: Callable[[float], CostModel] | None = None,
     ) -> tuple[Plan, StepCosts]:
-        """Let steps follow the plan that the settings' policy makes from these costs. Collective.
+        """Let steps follow the plan that the policy makes from these costs. Return the plan and its costs. Collective.
 
         With "auto" and "flowmoe", plans are tried in the first steps until the fastest is found. See `tune_step` for
         `resumed`, `tell` and `measure`.
-
-        Returns:
-            The plan and the costs it was made from.
         """
         settings, blocks = self._settings, self._blocks
         more: dict[str, Any] = {}
         if blocks is not None:
-            # Micro-batches have equal size: the planner needs the number of samples.
             more = {"blocks": blocks, "samples": micro_batch_axis_size(settings, self._topology.mp.size)}
         more["dense"] = self.model.dense_parameters()
         step = PlannedStep(self.model, self._topology, costs, self._workload, **more)
@@ -130,21 +125,20 @@ class Trainer:
         planned = self.planned
         assert planned is not None
         if self.sharded_experts is not None:
-            # The time that can hide a sparse collective limits the number of experts sent per layer.
+            # The hidden time limits the number of experts sent per layer.
             hidden_L = hidden_s(simulate(*planned), len(planned[1].layers), again=settings.rematerialise)
             self.sharded_experts.hide_in(statistics.mean(hidden_L))
         return planned
 
     @property
     def planned(self) -> tuple[Plan, StepCosts] | None:
-        """Plan that steps currently follow and the costs it was made from; None without a plan."""
+        """Plan that steps now follow, and its costs; None without one. An empty plan becomes the sequential plan."""
         if self._followed is None:
             return None
         step, candidate = self._followed
         if self.tuning is not None:
             candidate = self.tuning.now
         plan, costs = candidate.plan, step.costs_of(candidate.uses_micro_batches)
-        # An empty plan means unchunked layers: return the sequential plan for figures and tables.
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 
     @property
@@ -160,13 +154,11 @@ class Trainer:
         return self._settings.schedule if self.tuning is None else self.tuning.now.name
 
     def with_measured_times(self, costs: CostModel, budget_s: float = STEPS_BUDGET_S, again: bool = False) -> CostModel:
-        """Add measured task times of this model's own steps to the costs, from the cache or measured now. Collective.
+        """Add cached or newly measured task times of this model's own steps to the costs. Collective.
 
-        Measuring runs a few steps with one chunk and with several, in blocks also with weight-gradient tasks, and then
-        restores model and optimizer. After the first measured step, no step starts that would end after `budget_s`.
-        `again`: measure even if cached.
+        Measuring runs a few steps, for about `budget_s`, and then restores model and optimizer. With a dynamic
+        placement, whose task times vary, the costs are unchanged. `again`: measure even if cached.
         """
-        # With a dynamic placement, task times change from step to step.
         if self.sharded_experts is not None:
             return costs
 
@@ -227,12 +219,12 @@ class Trainer:
         return self._step(step, None)
 
     def exclude_next_step(self) -> None:
-        """Exclude the next step from plan tuning: other work may have slowed it on some ranks."""
+        """Exclude the next step from plan tuning: other work may have slowed it."""
         if self.tuning is not None:
             self.tuning.skip()
 
     def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
-        """Run one step like `step` and also return this rank's timeline."""
+        """Run one step like `step` and also return this rank's timeline. Excludes the next step from plan tuning."""
         recorder = Recorder(self._topology.rank, device=self._device)
         self.model.record(recorder)
         try:
@@ -242,15 +234,12 @@ class Trainer:
             self.exclude_next_step()
 
     def load_LE(self) -> Tensor | None:
-        """Return [L, E]: this rank's gate choices per layer and expert in the last step; None without MoE layers."""
+        """Return [L, E]: this rank's choices by layer and expert in the last step; None without MoE layers."""
         loads = [layer.load_E for layer in self.model.moe_layers()]
         return torch.stack(loads) if loads else None
 
     def held_out_loss(self) -> float | None:
-        """Return the held-out loss in nats per byte (masked models: per masked byte), or None after a stop request.
-
-        Evaluation has no gate noise and always uses the same windows.
-        """
+        """Return the loss in nats per (masked) byte of fixed windows; None after a stop request. Collective."""
         settings, topology = self._settings, self._topology
         # Some gates (for example random) draw numbers in evaluation too.
         self._seed("held out", 0)
@@ -258,7 +247,7 @@ class Trainer:
         nats = targets = 0.0
         batches = settings.eval_batches * self.batches_per_step
         for index in range(-(-batches // topology.dp.size)):
-            # All ranks must run the same number of forward passes: the last round may repeat windows.
+            # All ranks must run the same number of forward passes.
             place = index * topology.dp.size + topology.dp.index
             batch = self._held_out.held_out_batch(place % batches, batches)
             with torch.no_grad():
@@ -266,7 +255,7 @@ class Trainer:
             # All ranks of an MP group count the same targets.
             count = loss.targets / topology.mp.size * (place < batches)
             total = loss.nats * loss.targets * (place < batches)
-            part, number, stop = self._sum(total, count, float(self._stop.is_requested))
+            part, number, stop = self._sum(total, count, float(self._stop_request.is_requested))
             if stop:
                 return None
             nats, targets = nats + part, targets + number
@@ -276,7 +265,6 @@ class Trainer:
     def _step(self, step: int, recorder: Recorder | None) -> StepReport:
         settings, topology = self._settings, self._topology
         began = time.perf_counter()
-        # By step number: a resumed job repeats or skips no batch.
         self._seed("step", step)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
@@ -311,12 +299,11 @@ class Trainer:
             self.model.update_gates()
             layers = list(self.model.moe_layers())
             dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
-            # One all-reduce for all reported values, including the stop request: all ranks agree on it.
+            # One all-reduce, also of the stop request: all ranks agree on it.
             nats, aux, lost, routed, stop = self._sum(
-                loss_sum, aux_sum, float(dropped), float(slots), float(self._stop.is_requested)
+                loss_sum, aux_sum, float(dropped), float(slots), float(self._stop_request.is_requested)
             )
         seconds = time.perf_counter() - began
-        # Recording slows a step, so it does not count for tuning.
         if self.tuning is not None and recorder is None:
             self.tuning.note(seconds)
         return StepReport(
@@ -326,7 +313,7 @@ class Trainer:
             dropped=lost / max(1.0, routed),
             tokens=settings.model.batch * settings.model.seq_len * self.batches_per_step,
             seconds=seconds,
-            stop=stop > 0,
+            is_stopping=stop > 0,
         )
 
     def _own_batches(self) -> Iterator[tuple[int, float, bool]]:
@@ -335,10 +322,9 @@ class Trainer:
         All ranks run the same number of batches, because they exchange rows. Surplus batches have weight 0.
         """
         replicas, own = self._topology.dp.size, self._topology.dp.index
-        # Rounded up: the last ranks may have surplus batches.
         each = -(-self.batches_per_step // replicas)
         for share in range(own * each, (own + 1) * each):
-            # Gradients are averaged over replicas; the weight turns this into the mean over all batches.
+            # The weight turns the mean over replicas into the mean over all batches.
             weight = replicas / self.batches_per_step if share < self.batches_per_step else 0.0
             yield share % self.batches_per_step, weight, share == (own + 1) * each - 1
 

@@ -259,7 +259,14 @@ class TwoLevel(AllToAll):
         return all_to_all_rows(self.inter_node_group, rows, send, recv, operation, is_compared=True)
 
     def _inter_node_counts(self, nodes_npN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows sent by (local index, node), and received by (node, local index)."""
+        """Return the numbers of rows sent by (local index, node), and received by (node, local index).
+
+        With 2dh these are this rank's rows; with 1dh those of the whole node, on every rank, although only the leader
+        sends them. Both include rows that stay on the node.
+
+        Args:
+            nodes_npN: rows sent to node N by the rank with local index p in node n.
+        """
         (node, _), mine = self._coordinates, self.crossing_indices
         return nodes_npN[node, mine], nodes_npN[:, mine, node]
 

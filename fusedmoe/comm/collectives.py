@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fusedmoe.comm.failure.blame import connection_lost_error, different_calls_error, foreign_data_error, timeout_error
 from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Note
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.group import Group, device_backend
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import POLL_S
 
@@ -297,8 +297,13 @@ def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def device_of(group: Group) -> torch.device:
-    """Return the device on which collectives over this group need their tensors."""
+def device_of(group: Group, preferred: torch.device | None = None) -> torch.device:
+    """Return the device on which collectives over this group need their tensors.
+
+    `preferred`: returned if the group uses NCCL there, as a group of `init_process_group()` does on GPUs.
+    """
+    if preferred is not None and group.handle is not None and device_backend(group.handle, preferred.type) == "nccl":
+        return preferred
     return torch.device("cuda", torch.cuda.current_device()) if group.on_gpu else torch.device("cpu")
 
 

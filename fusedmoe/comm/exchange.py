@@ -300,7 +300,15 @@ class Exchange(RowExchange):
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
     def _check_codes(self, code_P: Tensor, k: int) -> None:
-        """Raise for assignments that contradict the announced counts, because they index this rank's memory."""
+        """Raise `RankError` if received expert assignments contradict the counts that their senders announced.
+
+        Assignments index this rank's memory, so they must be valid. On CUDA a device assertion ends the process
+        instead.
+
+        Args:
+            code_P: the packed expert assignment of each received pair (`kernels/deduplicate.py`).
+            k: maximum number of pairs of a token on this rank.
+        """
         sources, micro_batches = len(self.counts_RE), self.sizes.micro_batches
         counts_RE = self.counts_RE.view(sources * micro_batches, -1)
         wrong_R = find_invalid_codes(code_P, counts_RE, self.token_counts_R, k)
@@ -450,7 +458,13 @@ def _exchange(
 
 
 def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
-    """Return the rank whose metadata is inconsistent or names another sender, else None."""
+    """Return the first rank that sent inconsistent metadata or another rank's number; None if all metadata is valid.
+
+    Args:
+        recv_QPC: [sharding peer, source rank, columns]: counts of pairs and of tokens, a checksum, `Metadata`.
+        received: the `Metadata` columns, each [sharding peer, source rank].
+        experts: number of the columns with counts of pairs.
+    """
     counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
     expected_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
     expected_QP[:, ep.index], expected_QP[esp.index] = esp.ranks, ep.ranks

@@ -164,21 +164,21 @@ def set_nccl_launch_order() -> None:
 
 
 @dataclass(eq=False)
-class Lease:
+class PooledGroup:
     """A pooled process group, its number among the groups of equal ranks and purpose, and its active leases."""
 
     key: tuple[str, float]
     # `torch.distributed` owns the process group until it is destroyed.
     handle: ref[dist.ProcessGroup]
-    number: int
-    leases: int = 0
+    group_number: int
+    num_leases: int = 0
 
 
 class ProcessGroups:
     """This rank's process groups, for reuse by later topologies."""
 
     def __init__(self) -> None:
-        self._leases: dict[tuple[str, float], Lease] = {}
+        self._pooled_groups: dict[tuple[str, float], PooledGroup] = {}
         self._last_numbers: dict[str, int] = {}
         self._num_layers: Counter[tuple[int, ...]] = Counter()
 
@@ -188,7 +188,7 @@ class ProcessGroups:
 
     def group_numbers(self, timeout_s: float) -> dict[str, GroupNumber]:
         """Return the numbers of this rank's process groups by ranks and purpose."""
-        alive = {key: lease.number for key, lease in self._leases.items() if lease.handle() is not None}
+        alive = {key: pooled.group_number for key, pooled in self._pooled_groups.items() if pooled.handle() is not None}
         return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last_numbers.items()}
 
     def lease(
@@ -197,7 +197,7 @@ class ProcessGroups:
         purpose: str,
         ranks: Sequence[int],
         numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None,
-    ) -> Lease:
+    ) -> PooledGroup:
         """Lease the process group of these ranks, in this order, for one purpose. Collective over them.
 
         `numbers_of_ranks`: `group_numbers()` of every rank, in rank order; None exchanges it here.
@@ -218,24 +218,33 @@ class ProcessGroups:
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
             handle = _make_process_group(job, ranks, f"fusedmoe/{restart_count()}/{name}/{number}")
-            self._leases[key], self._last_numbers[name] = Lease(key, ref(handle), number), number
-        self._leases[key].leases += 1
-        return self._leases[key]
+            self._pooled_groups[key], self._last_numbers[name] = PooledGroup(key, ref(handle), number), number
+        self._pooled_groups[key].num_leases += 1
+        return self._pooled_groups[key]
 
-    def release(self, leases: Iterable[Lease]) -> dict[str, int]:
-        """End leases. Return the remaining leases of the same process groups, by ranks and purpose."""
+    def release(self, groups: Iterable[PooledGroup]) -> dict[str, int]:
+        """End a lease of each group. Return the numbers of remaining leases, by ranks and purpose."""
         # Unleased process groups are kept for the next topology until `destroy`.
-        for lease in leases:
-            lease.leases -= 1
-        return {lease.key[0]: lease.leases for lease in leases if self._leases.get(lease.key) is lease}
+        for pooled in groups:
+            pooled.num_leases -= 1
+        return {pooled.key[0]: pooled.num_leases for pooled in groups if self._pooled_groups.get(pooled.key) is pooled}
 
-    def destroy(self, lease: Lease) -> None:
+    def destroy(self, pooled: PooledGroup) -> None:
         """Destroy a process group that no member uses, unless a newer one has replaced it."""
-        if self._leases.get(lease.key) is lease:
-            del self._leases[lease.key]
-            handle = lease.handle()
+        if self._pooled_groups.get(pooled.key) is pooled:
+            del self._pooled_groups[pooled.key]
+            handle = pooled.handle()
             if handle is not None:  # None would mean the default group
                 destroy_group(handle)
+
+
+def device_backend(handle: dist.ProcessGroup, device_type: str) -> str:
+    """Return the backend of a process group on a type of device, such as "gloo" on CPUs after `init_process_group()`.
+
+    `torch.distributed.get_backend` returns the initialisation string, "undefined" without one.
+    """
+    by_device = dict(pair.split(":", 1) for pair in dist.get_backend_config(handle).split(","))
+    return by_device.get(device_type) or dist.get_backend(handle)
 
 
 _POOLS: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()

@@ -167,7 +167,7 @@ def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
 
 
 def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
-    """Raise on all ranks if MODULE and CHUNKS are mixed."""
+    """Raise `RankError` on all ranks if some call their experts as a module and others in chunks (`ExpertCalls`)."""
     module, chunks = (
         received.rank[received.expert_calls == calls] for calls in (ExpertCalls.MODULE, ExpertCalls.CHUNKS)
     )

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, post_uncaught_exceptions
-from fusedmoe.comm.group import Group, GroupNumber, Job, Lease, process_groups, set_nccl_launch_order
+from fusedmoe.comm.group import Group, GroupNumber, Job, PooledGroup, process_groups, set_nccl_launch_order
 from fusedmoe.comm.job_identity import read_identity, require_one_job
 from fusedmoe.compat.torch import default_store, graph_task_id, is_early_stop
 from fusedmoe.errors import ConfigError, RankError
@@ -225,9 +225,9 @@ class Topology:
             setattr(self, axis, Group(axis, job=job))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._groups: list[Group] = []
-        self._group_leases: list[Lease] = []
+        self._pooled_groups: list[PooledGroup] = []
         if dist.is_available() and dist.is_initialized():
-            finalize(self, process_groups().release, self._group_leases)
+            finalize(self, process_groups().release, self._pooled_groups)
 
     def _group(
         self,
@@ -247,9 +247,9 @@ class Topology:
     def _lease(
         self, purpose: str, ranks: tuple[int, ...], numbers_of_ranks: Sequence[Mapping[str, GroupNumber]] | None = None
     ) -> dist.ProcessGroup:
-        lease = process_groups().lease(self.job, purpose, ranks, numbers_of_ranks)
-        self._group_leases.append(lease)
-        handle = lease.handle()
+        pooled = process_groups().lease(self.job, purpose, ranks, numbers_of_ranks)
+        self._pooled_groups.append(pooled)
+        handle = pooled.handle()
         assert handle is not None
         return handle
 
@@ -301,18 +301,18 @@ class Topology:
         Raises:
             RankError: a rank failed, or did not call within `timeout_s`.
         """
-        leases, self._group_leases[:] = list(self._group_leases), []
-        if not leases or not dist.is_initialized():
+        pooled_groups, self._pooled_groups[:] = list(self._pooled_groups), []
+        if not pooled_groups or not dist.is_initialized():
             return
         pool = process_groups()
         # Members may have different topologies: destroy a group only if none has another lease.
-        own, timeout_s = pool.release(leases), self.job.timeout_s
+        own, timeout_s = pool.release(pooled_groups), self.job.timeout_s
         leases_out = self.world.board.all_gather_json(
             self.world.ranks, own, timeout_s, operation="closing the topology"
         )
-        for lease in leases:
-            if all(out.get(lease.key[0], 0) == 0 for out in leases_out):
-                pool.destroy(lease)
+        for pooled in pooled_groups:
+            if all(out.get(pooled.key[0], 0) == 0 for out in leases_out):
+                pool.destroy(pooled)
         for group in self._groups:
             group.close()
 
@@ -398,7 +398,10 @@ def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
 
 
 def _forget_failed_backward() -> None:
-    """Free the remaining work of a failed backward pass, and the process groups that its graph holds."""
+    """Drop the nodes that autograd still queues after a failed backward pass, and the process groups that they hold.
+
+    Runs an empty backward pass on this thread. Does nothing inside a backward pass.
+    """
     # The thread's autograd queue keeps the ready nodes until the next pass. Meanwhile peers cannot free their process
     # groups: Gloo waits for this rank's pending data.
     if graph_task_id() != -1:

@@ -1,7 +1,7 @@
 """Private names of other libraries, one module per library, each with the versions it was checked against.
 
-Each module checks at import the names and signatures it uses: an incompatible version of a library raises an error
-instead of changing results.
+Each module checks the names and signatures that it uses: an incompatible version of a library raises an error instead
+of changing results.
 """
 
 from __future__ import annotations

@@ -9,5 +9,5 @@ VERSIONS = ("0.16", "0.20")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module chooses experts. Does not import Megatron."""
+    """Return whether a module chooses experts, without importing Megatron."""
     return type(module).__name__ == "TopKRouter" and hasattr(module, "routing")

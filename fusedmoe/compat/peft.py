@@ -16,7 +16,7 @@ _LORA = "peft.tuners.lora.layer"
 
 
 def lora_module() -> Any | None:
-    """Return peft's module of LoRA layers. None if peft is not installed or has an unchecked version.
+    """Return peft's module of LoRA layers; None if peft is not installed or has an unchecked version.
 
     Raises:
         ImportError: a checked version lacks a private name.
@@ -43,12 +43,12 @@ def replace_activation(make: Callable[[Any], Any]) -> None:
 
 
 def is_factors_proxy(parametrization: Any) -> bool:
-    """Return whether a parametrization is one adapter of peft, which holds the factors `lhs`, `rhs` and `scaling`."""
+    """Return whether a parametrization is one adapter of peft, which holds `lhs`, `rhs` and `scaling`."""
     return _is_lora(parametrization) and hasattr(parametrization, "lhs")
 
 
 def is_full_proxy(parametrization: Any) -> bool:
-    """Return whether a parametrization is the sum of peft's active adapters, as a tensor of the parameter's size."""
+    """Return whether a parametrization is the sum of peft's active adapters, of the parameter's size."""
     return _is_lora(parametrization) and hasattr(parametrization, "delta_weight")
 
 
@@ -57,7 +57,7 @@ def _is_lora(parametrization: Any) -> bool:
 
 
 def call_after_injection(call: Callable[[], None]) -> None:
-    """Call `call` after every injection of a peft adapter into a model. Works with any peft."""
+    """Call `call` after every injection of a peft adapter into a model, with any version of peft."""
     if find_spec("peft") is None:
         return
     tuner = import_module("peft.tuners.tuners_utils").BaseTuner

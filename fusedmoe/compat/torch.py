@@ -75,9 +75,9 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= _TESTED_BELOW:
 # Every collective of PyTorch runs as an operator of one of these namespaces.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
-#: Return the forward-mode level; −1 outside of forward mode.
+#: −1 outside of forward mode.
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-#: Return whether forward mode is enabled; it is disabled in the forward of an autograd function.
+#: Forward mode is disabled in the forward of an autograd function.
 is_forward_mode_enabled: Callable[[], bool] = _C._is_fwd_grad_enabled
 is_transform_active: Callable[[], bool] = _C._are_functorch_transforms_active
 #: Context in which operators skip their autograd kernels.
@@ -89,11 +89,11 @@ is_profiler_active: Callable[[], bool] = partial(attrgetter("_is_profiler_enable
 #: Id of this thread's backward pass; −1 outside of one.
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 retains_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
-#: Call a function at the end of this thread's backward pass.
+#: Calls a function at the end of this thread's backward pass.
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-#: Compile a kernel from CUDA source. Its second argument: the kernel's name.
+#: Compiles a kernel from CUDA source and the kernel's name.
 compile_cuda: Callable[[str, str], Any] = torch.cuda._compile_kernel
-#: Return the innermost saved-tensor hooks of this thread, (pack, unpack), or None. Its argument: also while tracing.
+#: Returns the innermost saved-tensor hooks of this thread, (pack, unpack), or None. Argument: also while tracing.
 saved_tensor_hooks = _C._autograd._top_saved_tensors_default_hooks
 
 #: Context without dispatch modes; yields the caller's modes.
@@ -101,10 +101,9 @@ disable_current_modes = _disable_current_modes
 #: Dispatch modes of selective activation checkpoints, in a forward and in its recomputation.
 selective_modes = tuple(map(type, checkpoint.create_selective_checkpoint_contexts([])))
 
-#: Modules with FSDP2 or another composable function of PyTorch, each with a reference to its state.
+#: References to the states of FSDP2 and other composable functions, by module.
 module_states = _module_state_mapping
 tracing_context: Callable[[], TracingContext | None] = TracingContext.try_get
-#: Settings of PyTorch's profiler that are not arguments of `torch.profiler.profile`.
 ProfilerConfig: Any = _C._profiler._ExperimentalConfig
 SymmetricMemory: Any = _C._distributed_c10d._SymmetricMemory
 
@@ -113,7 +112,6 @@ WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wra
 
 
 def unsupported_version_error(what: str) -> ConfigError:
-    """Return the error for private state of PyTorch that differs from the checked versions."""
     return ConfigError(f"fusedmoe: {what} in PyTorch {torch.__version__} is not as expected; install torch {CHECKED}")
 
 
@@ -133,7 +131,7 @@ def autograd_recording() -> Iterator[None]:
 def compile_passes(
     module: torch.fx.GraphModule, inputs: Sequence[Any], **compilers: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Capture forward and backward of a graph, and return the compiled results.
+    """Capture forward and backward of a graph, and return the compiled function.
 
     Args:
         compilers: called with the module and example inputs of a pass: `fw_compiler`, `bw_compiler`,
@@ -162,7 +160,6 @@ def default_store() -> dist.Store:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name, as operators refer to groups."""
     named: dict[str, dist.ProcessGroup] = {its_name: group for group, its_name in _c10d._world.pg_names.items()}
     if name not in named:
         raise ConfigError(f"fusedmoe: no process group has the name {name!r}; make it before the graph that uses it")
@@ -182,7 +179,6 @@ def make_group(
 
 
 def register_group(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-    """Record the ranks of a process group from `make_group`."""
     _c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
 
 
@@ -201,7 +197,6 @@ class WatchedDataParallel(DistributedDataParallel):
     """DistributedDataParallel whose collectives before a forward run inside `pre_forward_context`."""
 
     def pre_forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which DDP's collectives before a forward run."""
         raise NotImplementedError
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -210,7 +205,6 @@ class WatchedDataParallel(DistributedDataParallel):
 
 
 def hide_from_ddp(module: nn.Module, names: list[str]) -> None:
-    """Make DistributedDataParallel ignore parameters and buffers of a module."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
@@ -236,10 +230,9 @@ class ShardedParameter(NamedTuple):
 
 
 def fsdp_parameters() -> Iterator[ShardedParameter]:
-    """Iterate over the parameters that FSDP2 shards in this process."""
     if not module_states:
         return
-    from torch.distributed.fsdp import FSDPModule  # takes long
+    from torch.distributed.fsdp import FSDPModule  # slow to import
 
     for module, reference in list(module_states.items()):
         state = reference()
@@ -268,7 +261,7 @@ class Recomputation(NamedTuple):
     """Recomputation of an activation checkpoint.
 
     Attributes:
-        checkpoint: the checkpoint's object in the first forward, in `checkpoints()`.
+        checkpoint: the object in `Checkpoints.forward` of the first forward.
         run_id: identifies this recomputation: a retained graph has one per backward pass.
     """
 
@@ -279,11 +272,11 @@ class Recomputation(NamedTuple):
 class Checkpoints(NamedTuple):
     """Activation checkpoints around a call.
 
-    A checkpoint is represented by an object that lives as long as the checkpoint's graph.
+    An object that lives as long as the checkpoint's graph represents a checkpoint.
 
     Attributes:
         forward: checkpoints that contain this call and are in their first forward.
-        recomputation: the innermost checkpoint that is recomputing this call, if any.
+        recomputation: the innermost checkpoint that is recomputing this call, or None.
     """
 
     forward: list[Any]
@@ -292,9 +285,9 @@ class Checkpoints(NamedTuple):
 
 def checkpoints() -> Checkpoints:
     """Return the activation checkpoints that contain the caller's call."""
-    # A non-reentrant PyTorch checkpoint pushes a saved-tensor hook that refers to its frame: one hook for the first
-    # forward, another for a recomputation. Other checkpoints (PyTorch's reentrant one, Megatron's, DeepSpeed's) are
-    # autograd functions whose `forward(ctx, …)` runs without a graph and whose `backward(ctx, …)` recomputes it.
+    # Non-reentrant checkpoints push a saved-tensor hook that refers to their frame, in the first forward and in a
+    # recomputation. Other checkpoints (reentrant, Megatron's, DeepSpeed's) are autograd functions whose backward
+    # recomputes the graph.
     forward: list[Any] = []
     again = None
     with without_saved_tensor_hooks() as hooks:
@@ -316,12 +309,12 @@ def checkpoints() -> Checkpoints:
 
 
 def is_checkpoint_hook(pack: Any) -> bool:
-    """Return whether a pack hook for saved tensors belongs to a non-reentrant checkpoint of PyTorch."""
+    """Return whether a pack hook belongs to a non-reentrant checkpoint of PyTorch."""
     return getattr(pack, "__module__", None) == checkpoint.__name__
 
 
 def is_early_stop(error: BaseException) -> bool:
-    """Return whether a checkpoint raised the exception to stop a complete recomputation early: not a failure."""
+    """Return whether a checkpoint raised the exception to end a complete recomputation."""
     from_checkpoint = type(error).__module__ == checkpoint.__name__
     return from_checkpoint and not isinstance(error, checkpoint.CheckpointError)
 
@@ -330,7 +323,7 @@ def is_early_stop(error: BaseException) -> bool:
 def without_saved_tensor_hooks(only_checkpoints: bool = False) -> Iterator[list[tuple[Any, Any]]]:
     """Remove this thread's saved-tensor hooks for the duration of a context, and yield them, innermost first.
 
-    If hooks are disabled, yields an empty list and keeps them: removed hooks could not be pushed again.
+    If hooks are disabled, yield an empty list and keep them.
 
     Args:
         only_checkpoints: keep the innermost hook that is not a checkpoint's, and the hooks below it.
@@ -369,10 +362,7 @@ def _frame_of(pack: Any) -> tuple[Any, Any]:
 
 
 def _autograd_contexts() -> tuple[list[Any], Any]:
-    """Walk the Python stack: return the ctx of each `Function.forward` up to the first `backward`, and its ctx.
-
-    A frame is recognized by its function name and the ctx in its first argument.
-    """
+    """Return the ctx of each `Function.forward` on the Python stack up to the first `backward`, and its ctx or None."""
     forward: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -390,7 +380,7 @@ def _autograd_contexts() -> tuple[list[Any], Any]:
 @cache
 def require_checkpoints() -> None:
     """Raise ConfigError if `checkpoints` does not recognise this PyTorch's checkpoints. Runs one of each kind."""
-    # Independent of the caller's modes, hooks, default device and autograd state.
+    # Independent of the caller's state.
     with disable_current_modes(), without_saved_tensor_hooks(), torch.inference_mode(False), torch.enable_grad():
         for reentrant in (False, True):
             seen: list[Checkpoints] = []
@@ -447,7 +437,7 @@ def _find_hooks() -> tuple[tuple[str, ...], tuple[Mapping[int, Any], ...]]:
 #: Kinds of hooks that a call of a module runs.
 HOOK_KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
 _OWN_HOOKS, GLOBAL_HOOKS = _find_hooks()
-#: A module's hooks of each kind. An attrgetter, because every forward reads them.
+#: Returns a module's hooks of each kind. Every forward reads them.
 hooks_of = attrgetter(*_OWN_HOOKS)
 
 

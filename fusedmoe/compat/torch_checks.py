@@ -23,7 +23,7 @@ require_names(*_VERSIONS, averaging, "average_parameters")
 def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
     """Call `check` with the arguments of each call of a PyTorch function, before the function runs.
 
-    For functions without hooks. Not effective for callers that imported the function by name earlier.
+    Not effective for callers that imported the function by name earlier.
 
     Args:
         owner: module or class in which users look the function up.
@@ -40,17 +40,17 @@ def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
 def install_ddp_check(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
     """Call `check(wrapper, parameters)` after DistributedDataParallel's constructor, with the reduced parameters."""
-    initialise, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
-    require_parameters(*_VERSIONS, initialise, "self", "module", keywords=[delayed_name])
-    signature = inspect.signature(initialise)
+    original_init, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
+    require_parameters(*_VERSIONS, original_init, "self", "module", keywords=[delayed_name])
+    signature = inspect.signature(original_init)
 
-    @functools.wraps(initialise)
+    @functools.wraps(original_init)
     def checked(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         delayed = given.arguments.get(delayed_name)
-        if delayed is not None:  # possibly an iterator, which can be read only once
+        if delayed is not None:  # may be an iterator
             given.arguments[delayed_name] = delayed = list(delayed)
-        initialise(*given.args, **given.kwargs)
+        original_init(*given.args, **given.kwargs)
         wrapper = given.arguments["self"]
         # PyTorch also ignores the delayed parameters, and reduces them later in the backward pass.
         named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
@@ -66,7 +66,6 @@ def install_average_check(check: Callable[..., None]) -> None:
     All of PyTorch's averagers (periodic, hierarchical, post-local SGD) use this one function.
     """
 
-    # The iterator can be read only once.
     def with_list(parameters: Any, process_group: Any) -> Any:
         parameters = list(parameters)
         check(parameters, process_group)

@@ -11,11 +11,11 @@ VERSIONS = ("0.3", "0.4")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is torchtitan's router, recognized by class name without importing torchtitan."""
+    """Return whether a module is torchtitan's router, without importing torchtitan."""
     return type(module).__name__ == "TokenChoiceTopKRouter"
 
 
 def chosen_experts(output: Any) -> Tensor:
-    """Return the chosen experts, [B, L, K], from a router's output (weights, indices, scores)."""
+    """Return the experts [batch, sequence, top-k] in a router's output (weights, indices, scores)."""
     numbers: Tensor = output[1]
     return numbers

@@ -43,7 +43,6 @@ def is_registered(module: nn.Module) -> bool:
 
 
 def is_expert_parallel(experts: Any) -> bool:
-    """Return whether transformers has split a module of experts over ranks."""
     return bool(experts._is_expert_parallel)
 
 
@@ -53,13 +52,11 @@ def implementation_of(experts: Any) -> str | None:
 
 
 def apply_gate(experts: Any, rows_NH: Tensor) -> Tensor:
-    """Apply a module's own gate to the output of its up projection."""
     gated: Tensor = experts._apply_gate(rows_NH)
     return gated
 
 
 def gate_of(experts: Any) -> Any:
-    """Return the function that computes a module's gate."""
     return vars(experts).get("_apply_gate", type(experts)._apply_gate)
 
 
@@ -69,11 +66,10 @@ def has_default_gate(experts: Any) -> bool:
 
 
 def captures_outputs() -> bool:
-    """Return whether the model call in progress collects outputs of submodules."""
     return bool(output_capturing._active_collector.get())
 
 
 def recorders_of(module: nn.Module, output: str) -> list[Any]:
-    """Return what transformers records for the model output `output`: `OutputRecorder`s or classes of modules."""
+    """Return the `OutputRecorder`s or classes of modules that transformers records for the model output `output`."""
     recorded = (getattr(module, "_can_record_outputs", None) or {}).get(output)
     return [*recorded] if isinstance(recorded, (list, tuple)) else [recorded]

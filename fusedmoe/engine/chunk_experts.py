@@ -45,7 +45,7 @@ class ChunkExperts(Protocol):
 
     Attributes:
         parameters: tensors that get gradients, in the order of `Totals`.
-        can_regroup: backward may use another number of chunks than forward. The saved activations of a chunk are then
+        can_rechunk: backward may use another number of chunks than forward. The saved activations of a chunk are then
             one tensor, whose n-th row belongs to the n-th sorted row.
         needs_input_rows: backward reads the input rows of the forward; otherwise it gets None.
         tokens_require_grad, weights_require_grad: some rank needs gradients of rows or of router weights
@@ -59,7 +59,7 @@ class ChunkExperts(Protocol):
     def parameters(self) -> Sequence[Tensor | None]: ...
 
     @property
-    def can_regroup(self) -> bool: ...
+    def can_rechunk(self) -> bool: ...
 
     @property
     def needs_input_rows(self) -> bool: ...
@@ -99,7 +99,7 @@ class GroupedExperts:
         needs_grad: whether w1, w2, b1 and b2 need gradients; None: their `requires_grad`.
     """
 
-    can_regroup = tokens_require_grad = weights_require_grad = True
+    can_rechunk = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, weights: Weights, activation: str, needs_grad: Sequence[bool] | None = None) -> None:
         # Once for all chunks: kernels copy non-contiguous matrices on every call.
@@ -162,7 +162,7 @@ class _SplitTotals(list["Tensor | None"]):
 class JoinedExperts:
     """`GroupedExperts` whose weights are joined from several tensors in each pass, and freed after it."""
 
-    can_regroup = tokens_require_grad = weights_require_grad = True
+    can_rechunk = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, parts: Sequence[Tensor], weight_parts: WeightParts, activation: str) -> None:
         self.parameters, self._weight_parts, self._activation = tuple(parts), weight_parts, activation
@@ -228,7 +228,7 @@ class AutogradExperts:
             could differ between ranks.
     """
 
-    can_regroup = needs_input_rows = False
+    can_rechunk = needs_input_rows = False
     tokens_require_grad = weights_require_grad = True
 
     def __init__(
@@ -312,7 +312,7 @@ class LowRankExperts:
     Each chunk saves hidden_NL: per row, side by side, the pre-activation and the products x·Aᵀ of both adapters.
     """
 
-    can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
+    can_rechunk = needs_input_rows = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, weights: Weights, adapters: Adapters, activation: str) -> None:
         self.weights, self.adapters = weights.contiguous(), adapters.contiguous()

@@ -213,9 +213,12 @@ class Collectives(Dispatcher):
         return self.send_by_operators(permute(x_SM, sent.tokens), weight_N, sent, sizes, self.route)
 
     def metadata_by_operators(self, routed: Routed, bad: Tensor | None) -> tuple[SentTokens, tuple[Tensor, Tensor]]:
-        """Exchange metadata by operators; return the tokens to send, and the sizes to send and to receive. Collective.
+        """Exchange counts with the other ranks by operators, which graphs can capture. Collective.
 
-        `bad`: as in `dispatch_by_operators`.
+        Args:
+            bad: scalar, > 0 if router logits or their inputs are not finite: all ranks then raise; None: not checked.
+        Returns:
+            The tokens to send, and the counts sent and received (`ExchangeSizes.send_PC` and `recv_QPC`).
         """
         x_SM, layout, weights, *_ = routed
         form, sent, tokens_W = RowForm.of(x_SM, layout, weights), SentTokens(layout), None
@@ -281,7 +284,7 @@ class Collectives(Dispatcher):
                 replicas.wait_for_replicas()
             y_SM = self.combine(call_module(experts, rows_RM, handle), handle)
             return y_SM if assigned is None else reduce_in_backward(y_SM, assigned)
-        if not chunk_experts.can_regroup:
+        if not chunk_experts.can_rechunk:
             assigned.plans.require_one_degree()
         chunk_experts.tokens_require_grad = exchange.tokens_require_grad
         chunk_experts.weights_require_grad = exchange.weights_require_grad
@@ -312,4 +315,4 @@ class Collectives(Dispatcher):
 
     def can_chunk(self, experts: ChunkExperts) -> bool:
         # An activation checkpoint would recompute the whole call from the middle of each chunk's backward.
-        return experts.can_regroup or not has_saved_tensor_hooks()
+        return experts.can_rechunk or not has_saved_tensor_hooks()

@@ -4,7 +4,7 @@ Results equal those of the collectives up to rounding: one-sided kernels return 
 in the order of k; collectives return one sum per rank.
 
 Both passes run in chunks (`kernels/one_sided.py`), each with its own kernels: a chunk's results may be in flight while
-the next chunk is computed. If the passes have different chunks, backward regroups the saved pre-activations.
+the next chunk is computed. If the passes have different chunks, backward rechunks the saved pre-activations.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class PlannedFunction(Function):
         *parameters: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y_SM, saved = run_forward(batch, x_SM, weight_N, shared_x_SM)
-        tensors = saved.activations if batch.experts.can_regroup else ()
+        tensors = saved.activations if batch.experts.can_rechunk else ()
         of_shared, ctx.shared = ((), None) if saved.shared is None else saved.shared.save()
         ctx.save_for_backward(*saved.x_RM, *saved.weight_R, *tensors, *of_shared, *parameters)
         ctx.graphs = [] if tensors else saved.activations
@@ -182,7 +182,7 @@ class PlannedFunction(Function):
         x_RM, weight_R = (tensors[i * count : (i + 1) * count] for i in range(2))
         del tensors[: 2 * count]
         activations, ctx.graphs = ctx.graphs, ctx.graphs if retains_graph() else []
-        if batch.experts.can_regroup:
+        if batch.experts.can_rechunk:
             activations, tensors = tensors[:count], tensors[count:]
         # Copies for this pass: weights that experts join for it are freed with it.
         batch, shared = batch.for_backward(), None
@@ -292,7 +292,7 @@ class TokensBackward(_TokensPass, BackwardPass):
         if self.shared is not None and dy_SM is not None:
             self.shared.backward(dy_SM)
 
-    def regroup_saved(self, task: Task) -> None:
+    def rechunk_saved(self, task: Task) -> None:
         if self._saved_indices is not None:
             number = task.chunk or 0
             chunk, (received, in_order) = self.layer_chunks[number], self._saved_indices[number]

@@ -353,12 +353,12 @@ class BackwardPass(PassRun):
     def store_weight_grads(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
         chunk.weight_R = dweight_R
 
-    def regroup_saved(self, task: Task) -> None:
+    def rechunk_saved(self, task: Task) -> None:
         """Set the saved tensors of a chunk before its experts run, if the forward pass had other chunks."""
 
     def expert(self, task: Task) -> None:
         layer, chunk = task.layer, self.chunks[task.layer][task.chunk or 0]
-        self.regroup_saved(task)
+        self.rechunk_saved(task)
         experts, weight_R = self.experts[layer], self.weight_of(chunk)
         dy_RM, chunk.rows = chunk.rows, None
         assert dy_RM is not None and chunk.layout is not None

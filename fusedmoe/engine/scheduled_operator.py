@@ -93,7 +93,7 @@ def through_experts_in_graph(
 class _RecomputedExperts:
     """Experts by autograd that recompute their graph in backward, because an operator can save only tensors."""
 
-    can_regroup = needs_input_rows = tokens_require_grad = weights_require_grad = True
+    can_rechunk = needs_input_rows = tokens_require_grad = weights_require_grad = True
 
     def __init__(self, experts: ChunkExperts) -> None:
         self._experts, self.parameters = experts, experts.parameters

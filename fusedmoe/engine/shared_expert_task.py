@@ -48,7 +48,7 @@ class SharedExpertTask:
 
     def save(self) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Layout, Any]]:
         """Return the arguments `tensors` and `state` of `restored`."""
-        if self.experts.can_regroup:
+        if self.experts.can_rechunk:
             return (self.x_SM, self.activations), (self.layout, None)
         return (self.x_SM, None), (self.layout, self.activations)
 

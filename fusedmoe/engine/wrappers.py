@@ -219,7 +219,7 @@ def _before_zero_step(parameters: list[Tensor], group: Any) -> None:
         [group],
         "ZeroRedundancyOptimizer",
         "Give the experts (fusedmoe.training.expert_parameter_names(model)) an optimizer of their own on each rank, or "
-        "shard by fusedmoe.training.fully_shard(…, topology, experts=True)",
+        "shard by fusedmoe.training.fully_shard(…, topology, shard_experts=True)",
     )
 
 
@@ -242,9 +242,9 @@ install_ddp_check(_after_ddp_construction)
 @cache
 def watch_utilities() -> None:
     """Install the checks of FSDP1, state dicts and ZeRO. Only for several ranks: the imports take 1.5 s."""
-    from fusedmoe.compat.torch_distributed import check_fsdp1, check_state_dicts, check_zero_steps
+    from fusedmoe.compat.torch_distributed import check_state_dicts, check_zero_steps, install_fsdp1_check
 
-    check_fsdp1(_before_fsdp1)
+    install_fsdp1_check(_before_fsdp1)
     check_state_dicts(_before_state_dict)
     check_zero_steps(_before_zero_step)
     _find_earlier_ddp()

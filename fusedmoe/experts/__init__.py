@@ -1,7 +1,4 @@
-"""Expert networks, LoRA adapters, and the sharding of expert parameters over ranks.
-
-A custom module declares in its attribute `shardings` which dimensions of its parameters are split over ranks.
-"""
+"""Expert networks, LoRA adapters, and the sharding of expert parameters over ranks."""
 
 from __future__ import annotations
 

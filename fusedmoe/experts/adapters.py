@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from fusedmoe.engine.module_hooks import find_hook
 from fusedmoe.errors import ConfigError
+from fusedmoe.experts.initialisation import draw_seed
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.low_rank import Adapters, LowRank
 
@@ -21,8 +22,8 @@ _TRACKING_HOOKS = ("torch.utils.module_tracker",)
 class LowRankUpdate(nn.Module):
     """Parametrisation (`torch.nn.utils.parametrize`) of per-expert matrices: W becomes W + scale·B·A.
 
-    Feed-forward experts compute with the factors and never form the sum; reading the parameter returns the sum. Use
-    `add_adapters`, or register it with `unsafe=True`, as PyTorch otherwise evaluates the sum once.
+    Feed-forward experts never form the sum; reading the parameter does. Register it with `unsafe=True`, as PyTorch
+    otherwise evaluates the sum once.
 
     Args:
         a_ErI: [e, r, in]; `in` is the last dimension of W.
@@ -35,7 +36,6 @@ class LowRankUpdate(nn.Module):
         self.a, self.b, self.scale = nn.Parameter(a_ErI), nn.Parameter(b), scale
 
     def factors(self, dtype: torch.dtype) -> LowRank:
-        """Return the factors in `dtype`, with both halves of a gated projection joined."""
         return LowRank(self.a.to(dtype), self.b.flatten(1, -2).to(dtype), self.scale)
 
     def forward(self, w: Tensor) -> Tensor:
@@ -74,9 +74,9 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         axes = declared or {}
         inner = {axis: dim for axis, dim in axes.items() if dim == last}
         shards, shard = (place.shards, place.shard) if inner else (1, 0)
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        seed = draw_seed()
         a = w.new_empty((len(w), rank, w.shape[last]))
-        # Each expert's factor is drawn whole, seeded by its number, then sliced: shards belong to one adapter.
+        # Each factor is drawn whole, seeded by the expert's number, so shards belong to one adapter.
         for at, number in enumerate(place.numbers if w.device.type != "meta" else ()):
             generator = torch.Generator().manual_seed((seed + number) % 2**63)
             whole = w.shape[last] * shards
@@ -88,7 +88,7 @@ def add_adapters(experts: Any, rank: int, alpha: float | None = None, names: Any
         if declared is None:  # a shared expert, replicated on all ranks
             continue
         experts.shardings[f"parametrizations.{name}.original"] = axes
-        # A has W's column split and B its row split. Each shard has a copy of a factor without the split dimension.
+        # A has W's column split and B its row split; a factor without the split dimension is whole on each shard.
         outer = {axis: dim for axis, dim in axes.items() if axis not in inner}
         columns = dict.fromkeys(inner, 2) | {axis: 0 for axis, dim in outer.items() if dim == 0}
         experts.shardings[f"parametrizations.{name}.0.a"] = columns
@@ -110,8 +110,8 @@ def merge_adapters(experts: Any) -> None:
 def frozen_weights_and_adapters(experts: Any, dtype: torch.dtype | None) -> tuple[Weights, Adapters] | None:
     """Return frozen weights and their adapters, in `dtype` (default w1's).
 
-    None without adapters, or if the weights are trainable, otherwise parametrised, or have hooks on adapters. Callers
-    then read the sums, which evaluates each parametrisation once.
+    None without adapters, or if the weights are trainable, otherwise parametrised, or have hooks on adapters: then read
+    the sums, which evaluates each parametrisation once.
     """
     updates, frozen = [_adapter_of(experts, name) for name in _MATRICES], []
     if any(update is not None and find_hook(update, _TRACKING_HOOKS) is not None for update in updates):
@@ -132,7 +132,6 @@ def frozen_weights_and_adapters(experts: Any, dtype: torch.dtype | None) -> tupl
 
 
 def _adapter_of(experts: Any, name: str) -> LowRankUpdate | None:
-    """Return the only parametrisation of a matrix if it is an adapter, else None."""
     parametrisations: Any = experts.parametrizations[name] if parametrize.is_parametrized(experts, name) else ()
     only = parametrisations[0] if len(parametrisations) == 1 else None
     return only if isinstance(only, LowRankUpdate) else None

@@ -9,7 +9,7 @@ Each rank copies its experts and, with esp > 1, its shard of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,14 +42,17 @@ _UNGATED_NAMES = (
 _CONCATENATED_NAMES = ("gate_up_proj", "down_proj")
 # Tutel stores the down projection as [E, H, M] and calls biases batched_fc1_bias.
 _TUTEL_BIAS = {"batched_fc1_bias": "batched_fc1_w.bias", "batched_fc2_bias": "batched_fc2_w.bias"}
-# Maximum difference between a source expert and its copy relative to the largest output, by the source's dtype.
+# Maximum difference between an expert and its copy relative to the largest output, by dtype.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Rows of the comparison.
 _NUM_ROWS = 16
 
 
 class ExpertTensors(NamedTuple):
-    """One whole expert: w1 [H, M] or gated [2, H, M], w2 [M, H], b1 [H] or [2, H], b2 [M]."""
+    """One whole expert: w1 [H, M] or gated [2, H, M], w2 [M, H], b1 [H] or [2, H], b2 [M].
+
+    M is the model dimension, H the hidden dimension.
+    """
 
     w1: Tensor
     w2: Tensor
@@ -58,13 +61,16 @@ class ExpertTensors(NamedTuple):
 
 
 class ExpertSource:
-    """Reads trained experts by global number. Copies of a layer share the source; pickled layers omit it."""
+    """Reads trained experts by global number. Copies of a layer share the source; pickled layers omit it.
+
+    `read` returns one of `count` experts by its index in the source. `first`: global number of index 0; None: 0, and
+    the source has all experts of the layer.
+    """
 
     def __init__(self, count: int, read: Callable[[int], ExpertTensors], first: int | None = None) -> None:
         self.count, self.first, self._read = count, first, read
 
     def require_experts(self, experts: int) -> None:
-        """Raise `ConfigError` unless the source may have all of a gate's experts."""
         if self.first is None and self.count != experts:
             raise ConfigError(
                 f"from_modules: the source has {self.count} experts, the gate selects from {experts}; for a source of "
@@ -116,12 +122,12 @@ def from_modules(
     The copies are verified on random rows against the first module, if it can be called.
 
     Args:
-        source: all experts of the layer, on every rank, in any floating-point dtype and on any device. When the layer
-            is constructed, parameters are copied to its dtype and device.
+        source: all experts of the layer, on every rank, in any floating-point dtype and on any device. Parameters are
+            copied to the layer's dtype and device.
         activation: "gelu", "gelu_tanh", "relu" or "silu"; gated: "swiglu", "geglu". None: the activation with which the
             copy equals the first module; required for state dicts and modules that cannot be called.
-        first: number of the source's first expert, if the source has only some of the layer's experts, for example
-            those of a rank of DeepSpeed-MoE or Tutel. They must include all experts of this rank.
+        first: number of the source's first expert, if the source has only some of the layer's experts, which must
+            include all experts of this rank (for example those of a rank of DeepSpeed-MoE or Tutel).
     Returns:
         `FeedForward`; assign it to one layer. Its hidden dimension and biases are those of the source.
     Raises:
@@ -179,11 +185,8 @@ def from_modules(
 def _unwrap(source: Any) -> Any:
     """Return the expert modules as a list if `source` is a list, tuple, ModuleList or ModuleDict, or contains one.
 
-    Containers are searched up to 3 attributes deep, for DeepSpeed-MoE's `deepspeed_moe.experts.deepspeed_experts`.
-    Otherwise returns the innermost module, or the state dict unchanged.
-
-    Raises:
-        ConfigError: `source` is none of these.
+    Containers are searched up to 3 attributes deep, for DeepSpeed-MoE. Otherwise returns the innermost module, or the
+    state dict unchanged. Raises `ConfigError` for other types.
     """
     for _ in range(4):
         if isinstance(source, nn.ModuleDict):
@@ -198,11 +201,11 @@ def _unwrap(source: Any) -> Any:
 
 
 def _require_distinct(modules: Sequence[nn.Module]) -> None:
-    """Raise `ConfigError` if two experts are one module or share a parameter. The copies would not share it."""
+    """Raise `ConfigError` if two experts are one module or share a parameter, which copies would not share."""
     first: dict[Any, int] = {}
     for number, module in enumerate(modules):
         for parameter in module.parameters():
-            # 0 without storage: on the meta device, or while FSDP has freed it.
+            # Without storage (meta device, or freed by FSDP) the address is 0.
             address = parameter.data_ptr() if type(parameter.data) is Tensor else 0
             key = (parameter.device, address, parameter.shape) if address else id(parameter)
             if (other := first.setdefault(key, number)) != number:
@@ -217,7 +220,7 @@ _CountAndReader = tuple[int, Callable[[int], ExpertTensors]]
 
 
 def _read_state_dict(state: Mapping[str, Tensor]) -> _CountAndReader:
-    """Return the experts of a state dict: keys `….<number>.<projection>.weight`, or stacked tensors."""
+    """Read experts with keys `….<number>.<projection>.weight`, or stacked tensors."""
     names: dict[int, dict[str, str]] = {}
     for key in state:
         # Keys may begin with the number of a block; "5.0.weight" is the first layer of an nn.Sequential.
@@ -253,7 +256,8 @@ def _read_stacked(given: Mapping[str, Tensor]) -> _CountAndReader:
 def _expert_tensors(given: Mapping[str, Tensor], number: int, in_order: bool = False) -> ExpertTensors:
     """Return one expert from its parameters by name, with or without `.weight` and `.bias`.
 
-    `in_order`: two matrices with unknown names are up and down projection; the caller verifies the result.
+    `in_order`: two matrices with unknown names are up and down projection; the caller verifies the result. Raises
+    `ConfigError` for quantised, unknown or mismatched parameters.
     """
     weights = {name.removesuffix(".weight"): value for name, value in given.items() if not _is_bias(name)}
     biases = {re.sub(r"(\.bias|_bias)$", "", name): value for name, value in given.items() if _is_bias(name)}
@@ -308,7 +312,10 @@ def _projections(weights: Mapping[str, Tensor], number: int, in_order: bool) -> 
 def _find_activation(
     expert: ExpertTensors, candidates: Sequence[str], run: Callable[[Tensor], Tensor] | None
 ) -> str | None:
-    """Return the activation with which the expert equals `run`; without `run`, the only candidate or None."""
+    """Return the activation with which the expert equals `run`; without `run`, the only candidate or None.
+
+    Raises `ConfigError` if no candidate equals `run`, or if `run` fails and there are several.
+    """
     only_candidate = candidates[0] if len(candidates) == 1 else None
     like = expert.w1
     if run is None or like.is_meta:
@@ -343,7 +350,8 @@ def _find_activation(
 
 def _call_in_mode(run: Callable[[Tensor], Tensor], rows: Tensor, training: bool) -> Any:
     """Return run(rows) with all modules in training or evaluation mode; keeps their modes and the random state."""
-    changed = [module for module in _modules(run) if module.training != training]
+    modules = run.modules() if isinstance(run, nn.Module) else ()
+    changed = [module for module in modules if module.training != training]
     try:
         for module in changed:
             module.training = training
@@ -355,7 +363,6 @@ def _call_in_mode(run: Callable[[Tensor], Tensor], rows: Tensor, training: bool)
 
 
 def _relative_error(expert: ExpertTensors, activation: str, rows: Tensor, expected: Any) -> float:
-    """Return the largest deviation from `expected`, relative to its largest magnitude."""
     if not isinstance(expected, Tensor) or expected.shape != rows.shape:
         return float("inf")
     w1, w2, b1, b2 = (None if tensor is None else tensor.double() for tensor in expert)
@@ -382,10 +389,6 @@ def _call_of_expert_0(stacked: nn.Module) -> Callable[[Tensor], Tensor] | None:
             return self.stacked(rows, expert_SK, rows.new_ones(len(rows), 1))
 
     return Expert0()
-
-
-def _modules(run: Any) -> Iterator[nn.Module]:
-    return run.modules() if isinstance(run, nn.Module) else iter(())
 
 
 def _is_bias(name: str) -> bool:

@@ -35,8 +35,7 @@ def reinitialise(experts: Any, dtype: torch.dtype | None, seed: int) -> None:
     """Refill parameters and buffers of experts with values from their own `make`, with this seed.
 
     Raises:
-        ConfigError: before `setup`; for experts that have changed owners; for parametrised experts, whose parameters
-            have other names than in `make`.
+        ConfigError: before `setup`; for experts that have changed owners, or are parametrised.
     """
     if experts.place is None or experts.is_placed and experts.own_numbers != tuple(experts.place.numbers):
         raise ConfigError(f"{type(experts).__name__}.reset_parameters: no experts yet, or experts that have moved")

@@ -1,7 +1,7 @@
 """Expert networks: the base class, feed-forward networks, SwiGLU, and arbitrary user modules.
 
-To add a network with its own kernels, derive from `Experts` (example: `FeedForward`, with parameters in `make`, GEMMs
-in `forward`, and in `in_chunks` for plans). For experts on sorted rows, derive from `RowExperts`.
+To add a network with its own kernels, derive from `Experts` (as `FeedForward`: parameters in `make`, GEMMs in
+`forward`, and in `in_chunks` for plans). For experts on sorted rows, derive from `RowExperts`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,15 @@ from fusedmoe.sizes import require_elements, require_within
 if TYPE_CHECKING:  # needed only by cost-based plans
     from fusedmoe.schedule.workload import Workload
 
-# Special dimension in `shardings`: the parameter is not a slice of a larger tensor. Each rank of this axis has a
-# separate tensor with its own name.
+# Special dimension in `shardings`: each rank of this axis has a separate tensor with its own name.
 NAMED = -1
 
 
 @dataclass(frozen=True)
 class Place:
-    """The experts that a rank holds, and its shard of them.
+    """The experts that a rank holds: numbers first … first + local − 1 over all ranks.
 
-    Attributes:
-        first, local: the rank holds experts first … first + local − 1, numbered over all ranks.
-        shard, shards: it holds part `shard` of `shards` of each expert's hidden dimension.
+    Of each expert it holds part `shard` of `shards` of the hidden dimension.
     """
 
     first: int = 0
@@ -79,10 +76,10 @@ def assign_evenly(experts: int, topology: Topology) -> Place:
 class PerRankTensor(Tensor):
     """A state_dict tensor that holds different experts on each rank under one name.
 
-    torch.distributed.checkpoint refuses to save it; `torch.save` saves a plain tensor. Only copies keep the class.
+    torch.distributed.checkpoint, which would keep one rank's tensor, refuses to save it; `torch.save` saves a plain
+    tensor. Only copies keep the class.
     """
 
-    # A distributed checkpoint would keep one rank's tensor of each name, losing experts.
     _CLASS_PRESERVING: ClassVar = {Tensor.clone, Tensor.cpu, Tensor.detach, Tensor.new_empty, Tensor.to}
 
     @classmethod
@@ -112,10 +109,8 @@ class Experts(Constructed, nn.Module):
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
         own_numbers: global numbers of the experts here, once a layer has them; None if all ranks have the same experts.
             Saved as `numbers` in the state. Loading requires equal numbers and shards, or a state without them (older
-            versions). `MoELayer`, models of this library and `ShardedExperts` check this before loading anything; other
-            parent modules may have loaded preceding tensors by then.
-        num_experts: the layer's experts over all ranks; 0 before `setup`. torch.distributed.checkpoint rejects the
-            state of a rank with only some experts or shards.
+            versions).
+        num_experts: the layer's experts over all ranks; 0 before `setup`.
         is_placed: True if a placement may change the owners of the experts.
         can_compile_chunks: True if compiled graphs can contain a planned layer with these experts.
         reads_parameters_once: True if `in_chunks` reads parameters once and chunks read none.
@@ -196,7 +191,7 @@ class Experts(Constructed, nn.Module):
         return [[number, *shard] for number in self.own_numbers] if self.place.shards > 1 else list(self.own_numbers)
 
     def require_same_experts(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raise `ConfigError` if the state under `prefix` is not of the experts on this rank."""
+        """Raise `ConfigError` if the numbers in the state under `prefix` are not those of this rank's experts."""
         # Shapes match on any rank, so another rank's state would load without an error.
         saved = state_dict.get(prefix + NUMBERS)
         if saved is None or self.own_numbers is None:
@@ -223,7 +218,7 @@ class Experts(Constructed, nn.Module):
         return AutogradExperts(self, tuple(self.parameters()))
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Describe the work of these experts if this rank sends `rows` rows, for choosing a schedule.
+        """Describe the work of sending `rows` rows to these experts, for choosing a schedule.
 
         Raises `ConfigError` if the experts do not define their work.
         """
@@ -263,13 +258,16 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Pre-hook of `load_state_dict`: apply `require_same_experts` before any of `model` is loaded."""
+    """Pre-hook of `load_state_dict`: check the experts of `model` before any of its tensors is loaded."""
     for name, experts in experts_of(model):
         experts.require_same_experts(state_dict, prefix + name)
 
 
 def wrong_experts_error(prefix: str, saved: list[Any], held: list[Any], hint: str = "") -> ConfigError:
-    """Return the error for a state of other experts (numbers or names, or [number, shard, shards])."""
+    """Return the error for a state of other experts. `hint`: a sentence appended to it.
+
+    `saved`, `held`: experts of the state and of this rank, as numbers, names, or [number, shard, number of shards].
+    """
 
     def describe(experts: list[Any]) -> str:
         if experts and isinstance(experts[0], list):
@@ -285,7 +283,7 @@ def wrong_experts_error(prefix: str, saved: list[Any], held: list[Any], hint: st
 
 
 class RowExperts(Experts):
-    """Experts that map sorted rows to rows. This class gathers and weights the rows."""
+    """Experts that map sorted rows to rows, in `compute`. This class gathers, weights and sums the rows."""
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         layout = layout.exact()  # padding rows belong to no expert
@@ -297,19 +295,21 @@ class RowExperts(Experts):
         return unpermute(out_NM, layout)
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
-        """Return results of rows sorted by local expert. Expert i has `counts[i]` rows, possibly 0."""
+        """Return results of rows sorted by local expert; expert i has `counts[i]` rows, possibly 0."""
         raise NotImplementedError
 
 
 class Custom(RowExperts):
     """Experts from user modules, one per expert: rows [n, M] -> [n, M], row by row, including n = 0.
 
-    Modules are keyed by global expert number: `experts.experts["3"]`. After `to_empty` call `reset_parameters` of these
-    experts last: a loop over all modules would reset the inner modules again, equally on all ranks. Example:
+    Modules are keyed by global expert number: `experts.experts["3"]`. Example:
     `Custom(lambda model_dim: nn.Sequential(nn.Linear(model_dim, 64), nn.ReLU(), nn.Linear(64, model_dim)))`
 
+    A loop that calls `reset_parameters` of all modules, as after `to_empty`, also resets the layers inside the experts,
+    with the same values on all ranks. Call `reset_parameters` of these experts after it.
+
     Args:
-        factory: called as `factory(model_dim)` for each local expert, with the random generator seeded by the expert's
+        factory: called as `factory(model_dim)` for each local expert, with a random seed that depends on the expert's
             number. If it also accepts `shard` and `shards`, experts can be split over ESP: the module then computes
             shard number `shard`, and the layer sums the results of all shards.
     """
@@ -341,7 +341,7 @@ class Custom(RowExperts):
                 module = self._factory(model_dim, **arguments).to(device=device, dtype=dtype)
             if any(module is other for other in self.experts.values()):
                 raise ConfigError(f"Custom: the factory returned an earlier expert's module for expert {number}")
-            # The number is part of the name: a state identifies its experts on any rank.
+            # The number in the name identifies the expert on any rank.
             name = str(number) if place.shards == 1 else f"{number}_shard{place.shard}of{place.shards}"
             self.experts[name] = module
             for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -365,7 +365,7 @@ class Custom(RowExperts):
 class FeedForward(Experts):
     """FFN(x) = act(x·W1ᵀ + b1)·W2ᵀ + b2: GPT's feed-forward network, two GEMMs.
 
-    Parameters (H is the shard's part of `hidden` when experts are sharded over ESP):
+    Parameters, for e experts on this rank, M = model_dim and H = hidden (with ESP, the shard's part of it):
         w1: [e, H, M], or [e, 2, H, M] for a gated activation (gate half, then value half).
         w2: [e, M, H].
         b1: [e, H] or [e, 2, H]; b2: [e, M], or the shard's slice of it. None without bias.
@@ -426,7 +426,7 @@ class FeedForward(Experts):
             made[name] = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
         for at, number in enumerate([] if made["w1"].is_meta else place.numbers):
-            # Each expert is made whole, then sliced: shards belong to one model.
+            # Each expert is made whole, so shards belong to one model.
             whole = draw_linear(shapes, seed + number) if self.source is None else self.source(number, shapes)
             for name, value in whole.items():
                 made[name][at] = take_shard(value, split[name])

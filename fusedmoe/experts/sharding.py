@@ -31,8 +31,8 @@ def parameter_shardings(model: nn.Module, *, marked: bool = True) -> dict[str, d
     under each of its names.
 
     Raises:
-        ConfigError: an unknown name, axis or dimension; a tensor split over both expert axes and mp; a shared tensor
-            with conflicting declarations; a parameter with Tutel's expert mark without a declared split.
+        ConfigError: an unknown name, axis or dimension; a tensor split over an expert axis and mp; a shared tensor with
+            conflicting declarations; if `marked`, an undeclared parameter with Tutel's expert mark.
     """
     return {name: dict(declared.axes) for name, declared in _collect_declarations(model, marked=marked).items()}
 
@@ -67,7 +67,6 @@ class _Declaration(NamedTuple):
 
 
 def _collect_declarations(model: nn.Module, *, marked: bool = True) -> dict[str, _Declaration]:
-    """Return the modules' declarations by the names of `model.state_dict()`."""
     declared: dict[str, _Declaration] = {}
     seen: dict[int, tuple[str, _Declaration]] = {}  # by id: a shared tensor has one sharding
     layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # enclosing layers, outermost first
@@ -103,7 +102,6 @@ def _collect_declarations(model: nn.Module, *, marked: bool = True) -> dict[str,
 def _active_axes(
     name: str, axes: Mapping[str, int], layer_ranks: Mapping[str, tuple[int, ...]], topology: Topology
 ) -> dict[str, int]:
-    """Return a tensor's split dimension by axis, for axes with several ranks. Raises `ConfigError` for bad splits."""
     active = {}
     groups = {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}
     for axis, dim in axes.items():
@@ -131,7 +129,10 @@ def _active_axes(
 
 
 def _find_tensor(module: nn.Module, own_name: str, name: str) -> Tensor | None:
-    """Return a module's tensor by its relative name; None if the attribute is None, as an absent bias."""
+    """Return a module's tensor by its relative name; None if the attribute is None, as an absent bias.
+
+    Raises `ConfigError` if it is parametrised or does not exist. `name`: for errors.
+    """
     path, _, leaf = own_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -172,8 +173,8 @@ def require_equal(tensors: Iterable[tuple[str, Group, Tensor]], topology: Topolo
     Raises:
         RankError: a tensor differs. Every rank raises the same error, with the first such tensor and the ranks.
     """
-    # Keyed by name and the group's first rank: names differ between pipeline stages, replicas of a name between groups.
-    # Unequal replicas receive equal gradients and stay unequal without any other symptom.
+    # Names differ between pipeline stages, and replicas of a name between groups. Unequal replicas receive equal
+    # gradients and stay unequal without any other symptom.
     own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in tensors if group.size > 1}
     every = all_gather_object(topology.world, own, "comparing copies of parameters")
     ranks_by_digest: dict[tuple[str, int], dict[int, list[int]]] = {}
@@ -195,7 +196,7 @@ def require_equal(tensors: Iterable[tuple[str, Group, Tensor]], topology: Topolo
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> int:
-    # Sum bits, not values: NaN then equals itself, and an integer sum does not depend on order.
+    # Bits: NaN equals itself, and an integer sum does not depend on order.
     flat = tensor.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -33,12 +33,7 @@ class MatrixOptimizer(Optimizer):
 
 
 class JoinedOptimizers:
-    """Presents one or several optimizers with disjoint parameters as one.
-
-    Attributes:
-        optimizers: in step order.
-        kind: their class names, joined by "+".
-    """
+    """Presents one or several optimizers with disjoint parameters as one."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
@@ -79,7 +74,6 @@ class JoinedOptimizers:
         return joined
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, each part into its optimizer."""
         groups, first = iter(state_dict["param_groups"]), 0
         for optimizer in self.optimizers:
             own = [next(groups) for _ in optimizer.param_groups]
@@ -94,10 +88,7 @@ class JoinedOptimizers:
 
 
 def require_plain(value: Any, key: str, optimizer: Optimizer) -> None:
-    """Raise `ConfigError` if the state `value`, named `key`, is a tensor subclass other than `DTensor`.
-
-    Such a tensor, for example one quantised in blocks, cannot be split by expert.
-    """
+    """Raise `ConfigError` if the optimizer state `key` is a tensor subclass (not `DTensor`), which cannot be split."""
     if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter, DTensor):
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}, quantised in blocks, which can neither "
@@ -108,10 +99,10 @@ def require_plain(value: Any, key: str, optimizer: Optimizer) -> None:
 
 
 def require_elementwise(optimizers: JoinedOptimizers, model: nn.Module, topology: Topology) -> None:
-    """Raise `ConfigError` if the optimizers are not elementwise along the dimensions in which parameters are split.
+    """Raise `ConfigError` if a step on this rank's shards would differ from a step on whole parameters.
 
-    The check is empirical: an optimizer of the same kind steps on a small tensor and on its halves. Optimizers that
-    cannot be constructed this way pass.
+    The check steps an optimizer of the same kind on a small tensor and on its halves. Optimizers that cannot be
+    constructed this way pass.
     """
     trained = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     shardings, _ = active_shardings(model, topology)
@@ -121,6 +112,7 @@ def require_elementwise(optimizers: JoinedOptimizers, model: nn.Module, topology
 
 
 def require_elementwise_part(optimizer: Optimizer, parameter: Tensor, name: str, sharding: dict[str, int]) -> None:
+    """Check one parameter as `require_elementwise`. `sharding`: axis -> split dimension."""
     for axis, dim in sharding.items():
         if dim == NAMED:
             continue
@@ -143,7 +135,7 @@ def require_elementwise_part(optimizer: Optimizer, parameter: Tensor, name: str,
 
 
 def similar_optimizer(optimizer: Optimizer, tensor: nn.Parameter) -> Optimizer:
-    """Construct an optimizer of the same kind and settings for another tensor. Propagates errors of its constructor."""
+    """Construct an optimizer of the same kind and settings for another tensor, with any error of its constructor."""
     settings = dict(optimizer.defaults)
     if settings.get("lr") is not None:  # warm-up starts at 0, and rounding would dominate tiny steps
         settings["lr"] = 0.1

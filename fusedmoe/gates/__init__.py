@@ -8,7 +8,7 @@ from fusedmoe.gates.sigmoid import DeepSeekV3, Sigmoid
 from fusedmoe.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE, top_experts
 from fusedmoe.gates.whole_batch import ExpertChoice, SoftMoE
 
-# Names used in settings and by the command; `names.GATES` lists those of the library for help texts.
+# Names in settings and of the command; `names.GATES` lists them for help texts.
 GATES: dict[str, type[Gate]] = {
     "topk": TopK,
     "switch": Switch,

@@ -1,6 +1,6 @@
 """Base classes of gates, `Gate` and `RouterGate`, and their result, `Routing`.
 
-A gate selects experts for the tokens of one rank. Tokens are dropped and sorted later, from the `Routing`.
+A gate selects experts for the tokens of one rank. Orders drop and sort the rows later.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class SoftRouting:
 
 
 def trait_applies(cls: type, trait: str, methods: Collection[str]) -> bool:
-    """Return whether the class attribute `trait`, which describes some methods, is still true of `cls`.
+    """Return whether the class attribute `trait`, which describes `methods`, is still true of `cls`.
 
-    False if `cls` inherits the attribute from a base class, and a class in between overrides one of `methods`: the
-    attribute describes the methods of its own class.
+    False if `cls` inherits the attribute and overrides one of `methods`, or inherits an override from a class in
+    between.
     """
     for base in cls.__mro__:
         if trait in vars(base):
@@ -110,9 +110,9 @@ class Gate(Constructed, nn.Module):
                 expert_SK = top_experts(logits_SE, self.k)
                 return self.routing(expert_SK, logits_SE.gather(1, expert_SK).softmax(1), logits_SE)
 
-    When a layer is created, ranks compare the gate's constructor arguments and non-tensor attributes, except those in
-    `rank_specific`. `MoELayer` calls `setup` with the model dimension. Weights are drawn on the CPU in float32 from
-    torch's default generator, so a seed gives the same gate for every device, dtype and world size.
+    `MoELayer` calls `setup` with the model dimension. Weights are drawn on the CPU in float32 from torch's default
+    generator, so a seed gives the same gate for every device, dtype and world size. When a layer is created, ranks
+    compare the gate's constructor arguments and non-tensor attributes, except those in `rank_specific`.
 
     Args:
         experts: E, total number of experts.
@@ -139,7 +139,7 @@ class Gate(Constructed, nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # An overridden route() or forward(), also of a mixin, may depend on all tokens, and a pipeline calls neither.
+        # An override of route() or forward(), also of a mixin, may depend on all tokens.
         if not trait_applies(cls, "splits", ("route", "forward")):
             cls.splits = False
         if "needs_load" not in vars(cls):
@@ -170,7 +170,6 @@ class Gate(Constructed, nn.Module):
         self.experts = experts
         self.k = k
         self.capacity_factor = capacity_factor
-        # A loss with coefficient 0 is not computed.
         self.aux = {name: float(coefficient) for name, coefficient in aux.items() if coefficient != 0}
         self.model_dim: int | None = None
 
@@ -190,7 +189,6 @@ class Gate(Constructed, nn.Module):
                 f"already set up for model_dim = {self.model_dim}, got {model_dim}: use one gate per layer",
             )
             return
-        # `reset_parameters` also fills modules created on the meta device.
         for name, shape in self.parameter_shapes(model_dim).items():
             require_elements(type(self).__name__, name, shape)
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -253,14 +251,15 @@ class Gate(Constructed, nn.Module):
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         """Return tensors [S, ...], such as logits, from which `choose` selects experts.
 
-        A token's scores must depend only on the token and its rows of `drawn` (`draw`), as batches may be split.
+        A token's scores must depend only on the token and its rows of `drawn` (the result of `draw`), as batches may be
+        split.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither route() nor score()")
 
     def choose(self, *scores: Tensor) -> Routing | SoftRouting:
         """Route the tokens with these scores.
 
-        Experts and weights depend on each token alone; capacity and losses are over the given tokens.
+        Experts and weights of a token depend on this token alone; capacity and losses are over the given tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither route() nor choose()")
 
@@ -277,7 +276,7 @@ class Gate(Constructed, nn.Module):
         Args:
             logits_SE: logits used for the selection, to be checked for non-finite values; None: no check.
             terms: for each name in `losses`, a function that computes the loss.
-            bad: see `Routing`.
+            bad: number of tokens with non-finite logits; None: not counted yet.
         """
         aux_loss = self.weigh(weight_SK, terms or {})
         logits_SE = None if logits_SE is None else logits_SE.detach()
@@ -290,7 +289,7 @@ class Gate(Constructed, nn.Module):
         return made
 
     def row_capacity(self, tokens: int) -> int | None:
-        """Return the maximum rows per expert for `tokens` tokens of a rank (`rows_per_expert`); None: no limit."""
+        """Return the maximum rows per expert for `tokens` tokens of a rank; None: no limit."""
         if self.capacity_factor is None:
             return None
         return rows_per_expert(self.k, self.capacity_factor, tokens, self.experts)
@@ -304,11 +303,10 @@ class Gate(Constructed, nn.Module):
         """Update the gate's state from the step's token counts per expert over all ranks; by default a no-op."""
 
     def weigh(self, like: Tensor, terms: Mapping[str, Callable[[], Tensor]]) -> Tensor:
-        """Return Σ coefficient · loss over `aux`. Other losses are not computed."""
+        """Return Σ coefficient · loss over `aux`; without losses, zero with the dtype and device of `like`."""
         weighted = [
             terms[name]() * coefficient if coefficient != 1 else terms[name]() for name, coefficient in self.aux.items()
         ]
-        # A tensor even without losses: callers add it unconditionally.
         return sum(weighted[1:], weighted[0]) if weighted else like.new_zeros(())
 
     def require(self, condition: bool, text: str) -> None:
@@ -323,8 +321,6 @@ class Gate(Constructed, nn.Module):
 
 
 def check_count(gate: Gate, name: str, value: int) -> None:
-    """Raise `ConfigError` unless `value` is an integer from 1 to `MAX_SIZE`."""
-    # bool is an int.
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     gate.require(is_integer and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
     gate.require(value <= MAX_SIZE, f"{name} = {value} is out of bounds; the largest is {MAX_SIZE}")
@@ -336,11 +332,11 @@ def rows_per_expert(k: int, factor: float, tokens: int, experts: int) -> int:
 
 
 def fill_normal(parameter: Tensor, std: float) -> None:
-    """Fill from torch's default CPU generator for any device and dtype. Leaves meta tensors unchanged."""
+    """Fill from torch's default CPU generator. Leaves meta tensors unchanged."""
     if parameter.is_meta:
         return
     with torch.no_grad():
-        # Drawn in float32 for every dtype: bfloat16 parameters are the rounded float32 values.
+        # In float32: bfloat16 parameters are the rounded float32 values.
         parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu") * std)
 
 
@@ -357,12 +353,11 @@ def unit_vectors(x: Tensor, dim: int) -> Tensor:
 
 
 def router_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of router computations: float32, or float64 for float64 input."""
+    """Return float32, or float64 for float64 input."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context that disables autocast for `device_type`."""
     # The meta device has no autocast; `is_autocast_available` does not work in compiled graphs.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
@@ -373,7 +368,7 @@ class RouterGate(Gate):
     """Base class of gates that select experts token by token from logits, usually x·Wᵀ.
 
     A subclass defines `choose` in plain PyTorch, and the same choice as a `rule` for kernels, which are used where they
-    support the operands (`serves`). If `one_kernel`, one kernel fuses GEMM and selection.
+    support the operands (`serves`). With `one_kernel`, one kernel fuses GEMM and selection.
 
     Parameters: `weight_EM` [E, M], unless overridden.
     """
@@ -390,7 +385,7 @@ class RouterGate(Gate):
         return True
 
     def rule(self) -> GateRule:
-        """Return the rule that maps logits to experts and weights, for `fusedmoe.autograd.gate`."""
+        """Return the rule by which kernels map logits to experts and weights."""
         raise NotImplementedError(f"{type(self).__name__} defines no rule()")
 
     def choice_bias(self) -> Tensor | None:
@@ -400,7 +395,7 @@ class RouterGate(Gate):
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         drawn = self.draw(x_SM)
         # The kernel supports neither noise nor jitter. `next(self.parameters())` does not evaluate a parametrized
-        # weight, and its original has the same metadata.
+        # weight.
         if not drawn and self.one_kernel and self.serves(x_SM, next(self.parameters())):
             return self.routing_of(gate(x_SM, self.weight_EM, self.rule(), self.choice_bias()))
         return self.choose(*self.score(x_SM, *drawn))
@@ -410,7 +405,7 @@ class RouterGate(Gate):
 
     def serves(self, *tensors: Tensor) -> bool:
         """Return whether kernels support these operands: tokens and a router matrix, or logits."""
-        # Kernels select experts on their own: given or recorded choices need PyTorch.
+        # Given or recorded choices need PyTorch.
         return (
             uses_triton(tensors[0])
             and fits_kernels(self.experts, self.k)
@@ -433,7 +428,7 @@ class RouterGate(Gate):
         )
 
     def routing_of(self, choice: GateChoice, other_losses: Mapping[str, Callable[[], Tensor]] | None = None) -> Routing:
-        """Build the routing of a choice made by `fusedmoe.autograd.gate` with this gate's rule."""
+        """Build the routing of a kernel's choice by this gate's rule. `other_losses`: besides "balance" and "z"."""
 
         def balance() -> Tensor:
             assert choice.score_BE is not None and choice.count_BE is not None
@@ -475,8 +470,8 @@ class _RouterLogits(Function):
 def router_logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """Compute x·weightᵀ in `router_dtype(x)`: [S, M] and [E, M] of any float dtypes give [S, E].
 
-    Saves `x_SM` and `weight_EM` for backward, without cast copies. Gradients have the inputs' dtypes. Supports double
-    backward in plain PyTorch, but not in Triton.
+    Saves its inputs for backward, without cast copies. Gradients have the inputs' dtypes. Supports double backward in
+    plain PyTorch, but not in Triton.
     """
     if uses_triton(x_SM) and has_kernels(x_SM, weight_EM):
         return router_product(x_SM, weight_EM)

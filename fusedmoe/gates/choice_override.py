@@ -1,7 +1,6 @@
 """Recording and replay of expert choices.
 
-Replay overrides only the top-k selection of a router. Scores, weights, losses and their gradients are those of the live
-logits.
+Replay overrides only the top-k selection of a router. Scores, weights, losses and gradients stay the router's own.
 """
 
 from __future__ import annotations
@@ -34,23 +33,22 @@ THREAD_STATE = _ThreadState()
 class GivenExperts(NamedTuple):
     """Experts to select.
 
-    Attributes:
-        expert_TK: [T, K] int; rows with a negative value use the live selection.
-        has_live_rows: whether such rows exist.
+    `expert_TK`: [T, K] int; in live rows, which have a negative value, the router selects. `has_live_rows`: such rows
+    exist.
     """
 
     expert_TK: Tensor
     has_live_rows: bool
 
     def with_live_rows(self, live_TK: Tensor) -> Tensor:
-        """Return the given experts, with the live choices in live rows."""
+        """Return the given experts, and in live rows those of `live_TK`."""
         expert_TK = self.expert_TK.to(live_TK.device, live_TK.dtype)
         if not self.has_live_rows:
             return expert_TK
         return torch.where((expert_TK < 0).any(1, keepdim=True), live_TK, expert_TK)
 
 
-# (number of tokens, k) -> experts to select; None: the live selection.
+# (number of tokens, k) -> experts to select; None: the router selects.
 ExpertSource = Callable[[int, int], GivenExperts | None]
 
 
@@ -58,10 +56,7 @@ class ChoiceOverride(TorchFunctionMode):
     """Context that overrides and records the first selection among all experts.
 
     A selection is `top_experts` or `torch.topk` of scores with `dims` dimensions, the last over experts. Later
-    selections, for losses or statistics, are unaffected.
-
-    Attributes:
-        chosen_TK: experts selected on this rank; None: none yet.
+    selections, for losses or statistics, are unaffected. `chosen_TK`: experts selected on this rank; None before.
     """
 
     def __init__(self, experts: int, next_experts: ExpertSource, dims: int = 2) -> None:
@@ -124,12 +119,8 @@ def active_override() -> ChoiceOverride | None:
 class RouterTap:
     """Records the choices of one router, or replays given choices.
 
-    Each forward consumes the next given rows. Enclosing checkpoints keep them for recomputation, even after the replay
-    ends.
-
-    Args:
-        name: layer name in errors.
-        on_unused: called once neither this object nor any checkpoint needs the tap.
+    Each forward consumes the next given rows. Enclosing checkpoints keep them for recomputation, even after the replay.
+    `on_unused` is called once neither this object nor any checkpoint needs the tap.
     """
 
     def __init__(self, name: str, experts: int, on_unused: Callable[[], None]) -> None:
@@ -154,7 +145,7 @@ class RouterTap:
         self._release()
 
     def stop_recording(self) -> Tensor:
-        """Stop recording and return the concatenated choices of all forwards, [T, K]."""
+        """Stop and return the choices of all forwards, [T, K]. Raise `ConfigError` if there are none, or K varies."""
         assert self.recorded is not None
         recorded, self.recorded = self.recorded, None
         self._release()
@@ -167,7 +158,6 @@ class RouterTap:
         return torch.cat(recorded)
 
     def stop_replaying(self) -> int:
-        """Stop the replay and return the number of unused rows."""
         left = 0 if self.replayed is None else len(self.replayed.expert_TK) - self._next_row
         self.replayed = None
         self._release()
@@ -183,10 +173,10 @@ class RouterTap:
             self._on_unused()
 
     def next_experts(self, tokens: int, k: int) -> GivenExperts | None:
-        """Return the experts of this forward, or of the forward that is recomputed; None: the live selection.
+        """Return the experts for this forward, or for the forward that is recomputed; None: the router selects.
 
         Raises:
-            ConfigError: too few rows are left, or they do not have k experts.
+            ConfigError: too few rows, rows without k experts, or a backward pass outside of a checkpoint.
         """
         # Selective checkpoints must not see these operations.
         with disable_current_modes():
@@ -223,7 +213,7 @@ class RouterTap:
         return GivenExperts(expert_TK[self._next_row - tokens : self._next_row], has_live_rows)
 
     def record_choice(self, chosen_TK: Tensor | None, used_TK: Tensor | None = None) -> None:
-        """Record the experts selected in a forward. `used_TK`: the experts used, if known.
+        """Record the experts selected in a forward; a no-op in recomputations. `used_TK`: the experts used, if known.
 
         Raises:
             ConfigError: the router does not select by `top_experts` or `torch.topk`, or its first forward uses other
@@ -235,7 +225,7 @@ class RouterTap:
             same = chosen_TK is not None
             if chosen_TK is not None and used_TK is not None and not self._is_checked:
                 self._is_checked, same = True, torch.equal(chosen_TK, used_TK.to(chosen_TK.dtype))
-            # The experts used by this library's gates can be recorded however they were selected.
+            # Used experts can be recorded however they were selected.
             elsewhere = chosen_TK is None and used_TK is not None and self.replayed is None
             if not same and not elsewhere:
                 raise ConfigError(

@@ -12,7 +12,6 @@ from fusedmoe.gates.topk import top_experts
 
 
 def _wrap(value: int) -> int:
-    """Return `value` modulo 2^64 as a signed 64-bit integer."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -29,8 +28,8 @@ class Hash(Gate):
     `seed` selects another one (for example per layer).
 
     The hash is of the ids in the attribute `token_ids` if set, as in the paper: an integer tensor with S elements in
-    token order, valid until replaced. Otherwise it is of the token's row rounded to bfloat16: equal rows select equal
-    experts, but any change of a row reshuffles them. Use ids for training.
+    token order, valid until replaced. Otherwise it is of the token's row rounded to bfloat16; any change of a row then
+    changes its experts. Use ids for training.
 
     The weight is the constant 1/k. No parameters, logits, losses or random numbers.
 
@@ -46,7 +45,7 @@ class Hash(Gate):
         self.token_ids: Tensor | None = None
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        # Ids are per batch like random numbers, so micro-batches slice them.
+        # Micro-batches slice drawn tensors, so also the ids.
         return () if self.token_ids is None else (self._id_keys(self.token_ids, x_SM),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
@@ -69,7 +68,7 @@ class Hash(Gate):
         return token_ids.reshape(-1).to(device=x_SM.device, dtype=torch.int64)
 
     def _row_keys(self, x_SM: Tensor) -> Tensor:
-        # + 0.0 maps -0 to 0. int32 addition wraps around, so the summation order does not matter.
+        # + 0.0 maps -0 to 0. int32 addition wraps around, so its order does not matter.
         bits_SM = (x_SM.to(torch.bfloat16) + 0.0).view(torch.int16)
         factor_M = _hash64(torch.arange(1, x_SM.shape[1] + 1, device=x_SM.device)).to(torch.int32)
         return (bits_SM * factor_M).sum(1, dtype=torch.int32).to(torch.int64)
@@ -79,7 +78,7 @@ class Random(Gate):
     """Uniformly random k distinct experts per token (Zuo et al. 2022, THOR; Lancet's random gate).
 
     The weight is the constant 1/k. No parameters, logits or losses. Random: the choice, in training and evaluation,
-    from the default generator of the input's device (S·E uniform draws); reproducible with `torch.manual_seed`.
+    from the default generator of the input's device (S·E uniform draws).
     """
 
     splits: ClassVar[bool] = True

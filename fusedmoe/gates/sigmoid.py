@@ -20,7 +20,7 @@ class Sigmoid(RouterGate):
     h = x·Wᵀ, weight = σ(h) of the selected experts, not normalized. Ties select the lower index. The choice is greedy,
     as in StableMoE and in BASE's evaluation; BASE's balanced assignment in training is not included.
 
-    Parameters: `weight_EM` [E, M]. Losses: "balance" (on σ(h) divided by its sum over all experts; share of all k
+    Parameters: `weight_EM` [E, M]. Losses: "balance" (on σ(h) divided by its sum over all experts; counts all k
     choices), "z". Default: none.
     """
 
@@ -47,11 +47,11 @@ class DeepSeekV3(RouterGate):
     weight is s without the bias, times `route_scale`, and if `normalize` and k > 1 divided by Σ s over the selected
     experts. A sum below 1e-20 counts as one: if all selected scores underflow, weights and gradients are zero.
 
-    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load). The bias has no gradient. It
+    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load). The bias has no gradient and
     stays float32, whatever dtype the module is cast to or loads.
 
-    Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], float32, in the state dict. Losses: "balance" on s divided by
-    its sum over all experts, share of all k choices (the paper's eq. 17–20 with `sequence`), "z". Default: none.
+    Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], in the state dict. Losses: "balance" on s divided by its sum
+    over all experts, counts all k choices (the paper's eq. 17–20 with `sequence`), "z". Default: none.
 
     Args:
         groups: number of expert groups, divides E (V3: 8 for 256 experts, one per node).
@@ -87,7 +87,7 @@ class DeepSeekV3(RouterGate):
         check_count(self, "groups_kept", groups_kept)
         self.require(experts % groups == 0, f"{experts} experts do not divide into {groups} groups")
         self.require(groups_kept <= groups, f"groups_kept = {groups_kept} is more than its {groups} groups")
-        # With fewer reachable experts a token would get duplicates, or experts outside its groups.
+        # Otherwise a token would get duplicates, or experts outside its groups.
         reachable = groups_kept * (experts // groups)
         self.require(k <= reachable, f"k = {k} is more than the {reachable} experts of {groups_kept} groups")
         self.require(0 <= bias_rate < torch.inf, f"bias_rate must be at least 0, got {bias_rate}")
@@ -104,7 +104,7 @@ class DeepSeekV3(RouterGate):
     def setup(
         self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        # Before the parameters: `setup` ends with `reset_parameters`, which zeroes the bias.
+        # First: `setup` ends with `reset_parameters`, which zeroes the bias.
         if self.model_dim is None:
             self.register_buffer("bias_E", torch.zeros(self.experts, dtype=torch.float32, device=device))
         super().setup(model_dim, device=device, dtype=dtype)
@@ -146,10 +146,7 @@ class DeepSeekV3(RouterGate):
                 return packed_balance_loss(normalize_by_sum(score_SE), expert_SK, packing)
             return balance_loss(normalize_by_sum(score_SE), expert_SK, sequence=self.sequence)
 
-        terms = {
-            "balance": balance,
-            "z": lambda: z_loss(logits_SE),
-        }
+        terms = {"balance": balance, "z": lambda: z_loss(logits_SE)}
         return self.routing(expert_SK, weight_SK * self.route_scale, logits_SE, terms)
 
     def _select_in_groups(self, biased_SE: Tensor) -> Tensor:

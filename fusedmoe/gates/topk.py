@@ -35,11 +35,10 @@ class TopK(RouterGate):
     """Softmax over all experts, then top-k (Shazeer et al. 2017; Mixtral, Tutel).
 
     p = softmax(x·Wᵀ + noise·N(0,1)/E); experts = top-k of p, ties by lower index; weight = p of the selected experts,
-    divided by their sum if `normalize` and k > 1. With k = 1 the weight stays p: otherwise the router would get no
-    gradient.
+    divided by their sum if `normalize` and k > 1. (With k = 1 the router would then get no gradient.)
 
     Random: the noise, in training only if `noise` > 0 (one draw per token and expert). Parameters: `weight_EM` [E, M].
-    Losses: "balance" (share of all k choices), "z", and with noise "importance_load" (importance from the noise-free
+    Losses: "balance" (counts all k choices), "z", and with noise "importance_load" (importance from the noise-free
     probabilities; Shazeer's load, whose threshold for an expert excludes that expert).
 
     Args:
@@ -63,8 +62,7 @@ class TopK(RouterGate):
         super().__init__(experts, k, capacity_factor, aux=aux)
         self.require(0 <= noise < torch.inf, f"noise must be at least 0, got {noise}")
         self.require(
-            noise > 0 or "importance_load" not in self.aux,
-            "the loss 'importance_load' requires noise: pass noise > 0",
+            noise > 0 or "importance_load" not in self.aux, "the loss 'importance_load' requires noise: pass noise > 0"
         )
         self.normalize = normalize
         self.noise = noise
@@ -96,7 +94,6 @@ class TopK(RouterGate):
         if self.serves(logits_SE):
             return self.routing_of(gate_from_logits(logits_SE, self.rule()), {"importance_load": importance_load})
         expert_SK = top_experts(logits_SE, self.k)
-        # Compute the probabilities of all experts only if weights or losses need them.
         prob_SE = None
         if self.normalize and self.k > 1:
             # Softmax over the selected logits is p / Σp, without underflow of p.
@@ -194,9 +191,9 @@ class GShard(RouterGate):
     router: use `Switch`.
 
     Random: the noise, in training only (one draw per token and expert); in evaluation h = x·W_gᵀ. Parameters:
-    `weight_EM` [E, M]; `noise_weight_EM` [E, M], initially zero as in the paper (a standard deviation of ln 2
-    everywhere). Losses: "balance" (softmax over all of h; share of all k choices), "importance_load" (as in the paper:
-    importance from the weights, load from the learned noise), "z" (of h).
+    `weight_EM` [E, M]; `noise_weight_EM` [E, M], initially zero as in the paper (a standard deviation of ln 2). Losses:
+    "balance" (softmax over all of h; counts all k choices), "importance_load" (as in the paper: importance from the
+    weights, load from the learned noise), "z" (of h).
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
@@ -251,7 +248,6 @@ class GShard(RouterGate):
 
         def importance_load() -> Tensor:
             _, clean_SE, std_SE = scores
-            # Gate values are zero for experts not selected.
             gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
             return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
 
@@ -269,11 +265,10 @@ class XMoE(TopK):
     """Cosine similarity of low-dimensional token projections and expert embeddings (Chi et al. 2022, X-MoE, eq. 5–7).
 
     s_e = cos(W_proj·x, w_e) / τ, p = softmax(s); then as in `TopK` without noise. Vectors shorter than 1e-4 (all-zero
-    tokens) are not normalized, to bound their gradient. The low dimension and the normalization prevent representation
-    collapse towards the expert embeddings. τ is learned as log(1/τ), with 1/τ ≤ 100.
+    tokens) are not normalized, to bound their gradient. τ is learned as log(1/τ), with 1/τ ≤ 100.
 
-    Losses: "balance" (share of all k choices), "z". Parameters: `proj_PM` [P, M] normal with standard
-    deviation 1/√M; `expert_EP` [E, P] normal (only its direction matters); `log_scale` [1].
+    Losses: "balance" (counts all k choices), "z". Parameters: `proj_PM` [P, M] normal with standard deviation 1/√M;
+    `expert_EP` [E, P] normal (only its direction matters); `log_scale` [1].
 
     Args:
         proj_dim: P, dimension of the projections (the authors' code uses 16).
@@ -334,7 +329,7 @@ def noisy_load_importance(
     All tensors are [S, E].
     """
     E = clean_SE.shape[1]
-    # All experts are always selected: the load is even, and no other expert defines a threshold.
+    # All experts are selected, so the load is even and no other expert defines a threshold.
     if k == E:
         return load_importance_loss(gate_SE, clean_SE.detach(), clean_SE.detach(), 1.0)
     # The threshold of a selected expert is the (k+1)-th value, that of another expert the k-th.
@@ -353,8 +348,8 @@ _MAX_PASSES = 32
 def top_experts(score_SE: Tensor, k: int) -> Tensor:
     """Return the k highest columns of each row, highest first, ties by lower column.
 
-    `torch.topk` leaves the order of equal scores unspecified; this order is equal on all devices. Not differentiable.
-    Example: score [[1, 3, 3, 2]], k = 3 gives [[1, 2, 3]].
+    Unlike the order of `torch.topk`, this order is equal on all devices. Not differentiable. Example: score [[1, 3, 3,
+    2]], k = 3 gives [[1, 2, 3]].
 
     Args:
         score_SE: [S, E] float or int64; k ≤ E. NaN counts as the highest score and -inf as the lowest finite one, so
@@ -379,7 +374,6 @@ def _top_by_max(score_SE: Tensor, k: int) -> Tensor:
     else:
         taken = torch.iinfo(score_SE.dtype).min
         lowest = taken + 1
-    # k passes of `max` keep the scores in place; a sort moves all E.
     left_SE = score_SE.clamp(min=lowest)  # a copy, in which every value exceeds `taken`
     chosen = []
     for choice in range(k):

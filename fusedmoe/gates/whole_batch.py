@@ -29,8 +29,8 @@ class ExpertChoice(Gate):
     the weight is p. Each expert gets the same number of tokens, and a token gets 0 to E experts, k·f on average. The
     choice depends on the whole batch, including later tokens: not for causal language models.
 
-    `Routing` has K = E slots: slot e is expert e, or -1 (weight 0) if e did not select the token. Nothing can be
-    dropped, so its capacity and this gate's attribute `capacity_factor` are None; f is stored as `factor`.
+    `Routing` has K = E slots: slot e is expert e, or -1 (weight 0) if e did not select the token. Nothing is dropped,
+    so its capacity and this gate's attribute `capacity_factor` are None; f is stored as `factor`.
 
     Parameters: `weight_EM` [E, M]. Losses: "z". Default: none.
 
@@ -49,7 +49,6 @@ class ExpertChoice(Gate):
         self.require(
             capacity_factor is not None, "capacity_factor determines how many tokens an expert selects: pass one"
         )
-        # None for the rest of the library: selections are within the capacity.
         self.factor = capacity_factor
         self.capacity_factor = None
 
@@ -57,7 +56,6 @@ class ExpertChoice(Gate):
         return {"weight_EM": (self.experts, model_dim)}
 
     def picks(self, tokens: int) -> int:
-        """Return the number of tokens that each expert selects out of `tokens`."""
         return min(rows_per_expert(self.k, self.factor, tokens, self.experts), tokens)
 
     def rows_per_token(self, tokens: int) -> float:
@@ -131,7 +129,6 @@ class SoftMoE(Gate):
         )
 
     def row_capacity(self, tokens: int) -> int:
-        """Return `slots`: each expert computes `slots` rows for any number of tokens."""
         return self.slots
 
 
@@ -139,7 +136,7 @@ def _highest_rows(score_SE: Tensor, count: int) -> Tensor:
     """Return a mask [S, E] of the `count` highest rows of each column, ties by lower row."""
     if count == 0:
         return torch.zeros_like(score_SE, dtype=torch.bool)
-    # Only the set matters: the count-th value and a running count of its ties replace a stable sort.
+    # The count-th value and a running count of its ties replace a stable sort.
     score_ES = score_SE.t().contiguous()
     least_E1 = score_ES.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above_ES = score_ES > least_E1

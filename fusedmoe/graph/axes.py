@@ -1,38 +1,16 @@
-"""Axes along which operators can be split: the input axes whose chunks yield chunks along an axis of the result.
+"""Rules for splitting operators: for chunks along an axis of the result, the chunks that each input must have.
 
-    result in chunks along                         required input chunks
-    any axis of an elementwise operator            same axis of its inputs; broadcast operands stay whole
-    view, reshape, squeeze, unsqueeze              axis with the same elements
-    permute, transpose, t, expand, select, unbind  corresponding axis
-    rows or columns of mm, addmm                   rows of the first, or columns of the second factor
-    batch, rows or columns of bmm, baddbmm         batch of both; rows of the first; columns of the second
-    sum, mean, amax, amin, argmax, argmin, any,    corresponding remaining axis
-      all, var, prod
-    softmax, log_softmax, cumsum, topk, sort,      same axis, unless it is the operation's
-      gather, scatter, split, slice, cat, stack
-    cat, repeat, split, slice along their axis     same axis of all parts, if these are equally large
-    cumsum along its axis, constant_pad_nd         same axis, chunks in sequence
-      that shifts rows by one
-    native_layer_norm                              same axis, unless normalized; weights stay whole
-    embedding, index_select, index (the first)     indices, or the table's other axes
-    batch or heads of attention (CPU)              same axis of queries, keys and values
-    all-to-all, and its wait                       same axis, except the first, which counts ranks
-
-Other operators, and operators that draw random numbers or change memory, are not split. All chunks are equally large.
+An elementwise operator needs chunks along the same axis of its inputs, but broadcast operands whole. A reshape needs
+the axis with the same elements. A matrix product needs the rows of its first factor, or the columns of its second one.
+An operator that works along an axis, such as softmax, can be split along the other axes only; a cumsum or a shift by
+one row can also be split along its own axis, with chunks in sequence. An all-to-all can be split along any axis but the
+first, which counts ranks. All chunks are equally large. Operators without a rule here, and operators that draw random
+numbers or change memory, are not split.
 
 Chunks may also be rows (`Rows`, Lancet's irregular axis). A GEMM over the tokens that assigns each token an exclusive
 slot maps a chunk of tokens to some rows of its result. All-to-alls send these rows, experts compute them, and the GEMM
-that reads them back yields the same chunk of tokens:
-
-    result with some rows per chunk                required inputs
-    mm, bmm over the tokens                        tokens of both factors in chunks
-    elementwise; view, permute; all-to-all         same rows
-    mm, addmm, bmm, baddbmm of rows and weights    same rows of the first factor
-    split, slice, chunk of the rows' contents      same rows
-    and in chunks along the tokens:
-    mm, bmm over the slots                         rows of the second factor, tokens of the first in chunks
-
-If tokens are repeated once per choice, choice by choice, a chunk has some tokens of each choice.
+that reads them back yields the same chunk of tokens. If tokens are repeated once per choice, choice by choice, a chunk
+has some tokens of each choice.
 """
 
 from __future__ import annotations
@@ -50,7 +28,7 @@ from fusedmoe.graph.instructions import OPERATOR, is_all_to_all, is_collective, 
 _UNARY = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
-# Argument position of the operator's dimension; defaults other than 0.
+# Position of the argument `dim` of operators, and its defaults other than 0.
 _DIM_ARGUMENT = {
     **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "sort", "slice"), 1),
     **dict.fromkeys(("topk", "split", "split_with_sizes", "chunk"), 2),
@@ -78,9 +56,9 @@ class Rows(NamedTuple):
     """Chunks are disjoint sets of rows, known only at run time.
 
     Attributes:
-        dims: dimensions that count rows, in order, without dimensions of size 1. All other dimensions are a row's
-            contents.
-        hops: number of all-to-alls passed (dispatch, combine).
+        dims: dimensions that count rows, in order, without dimensions of size 1. The other dimensions are the contents
+            of a row.
+        hops: number of all-to-alls that the rows have passed: 1 after dispatch, 2 after combine.
     """
 
     dims: tuple[int, ...]
@@ -91,7 +69,7 @@ class OperatorSplit(NamedTuple):
     """One way to split an operator.
 
     Attributes:
-        axis: axis along which all its results are in chunks.
+        axis: axis along which the results are in chunks.
         inputs: axis of each input; None: every chunk needs the whole input.
         token_outer: `outer` of the token axis in a GEMM between token chunks and rows; else 0.
         needs_previous: a chunk needs the previous chunk, as in a running sum.
@@ -108,7 +86,7 @@ class OperatorSplit(NamedTuple):
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of a node's first tensor; None without a tensor, or with symbolic sizes."""
+    """Return the shape of a node's value, or of its first element; None for other values and symbolic sizes."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
@@ -134,9 +112,8 @@ def chunk_shape(shape: Sequence[int], axis: Axis, chunks: int) -> list[int]:
 
 
 def reshape_axis(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks: int) -> Axis | None:
-    """Return the axis after a reshape to `other` whose chunks hold the same elements; None if there is none."""
-    # In element order there are `before` blocks, each cut into the chunks. A dimension of `other` has the same blocks
-    # if the product of the dimensions before it divides their number.
+    """Return the axis after a reshape to shape `other` whose chunks hold the same elements; None if there is none."""
+    # The elements form `before` blocks, each cut into the chunks.
     before = math.prod(shape[: axis.dim]) * axis.outer
     for dim in range(len(other)):
         prefix = math.prod(other[:dim])
@@ -146,7 +123,7 @@ def reshape_axis(shape: Sequence[int], axis: Axis, other: Sequence[int], chunks:
 
 
 def reshape_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | None:
-    """Return the rows after a reshape to `other`; None if a dimension joins counts and contents."""
+    """Return the rows after a reshape to shape `other`; None if it joins row-counting and other dimensions."""
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(other) if size != 1]
     dims: list[int] = []
@@ -165,7 +142,7 @@ def reshape_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows
 
 
 def all_to_all_axes(node: fx.Node, chunks: int, by_rows: bool = False) -> list[Axis | Rows]:
-    """Return the axes along which an all-to-all can be split; with `by_rows`, also its rows."""
+    """Return the axes along which an all-to-all may be split; with `by_rows`, also into rows."""
     shape = shape_of(node)
     if shape is None:
         return []
@@ -181,7 +158,7 @@ def all_to_all_axes(node: fx.Node, chunks: int, by_rows: bool = False) -> list[A
 
 
 def num_token_copies(node: fx.Node) -> int:
-    """Return the number of copies of the tokens in a GEMM operand: one per choice."""
+    """Return how often the tokens are repeated in a GEMM operand: once per choice."""
     name, args, shape = name_of(node), node.args, shape_of(node)
     many: Any = args[0 if name == "cat" else 1] if name in ("cat", "repeat", "expand") and shape else ()
     if name == "cat" and _dim(args[1] if len(args) > 1 else 0, len(shape or ())) == 0:
@@ -197,7 +174,7 @@ def splits_from_input(
 ) -> list[OperatorSplit]:
     """Return the ways to split `node` if its input `given` is in chunks along `axis`.
 
-    `token_outers`: values of `outer` of the token axis, for GEMMs between token chunks and rows; empty: no such GEMMs.
+    `token_outers` lists the possible `outer` of the token axis in GEMMs between token chunks and rows.
     """
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
@@ -217,7 +194,7 @@ def splits_from_input(
             candidates.append((Rows(_row_dims(shape), axis.hops), 0))
             candidates += [(Axis(len(shape) - 2, outer), outer) for outer in token_outers]
     else:
-        # Parts that are concatenated or separated have fewer blocks.
+        # Concatenation and separation change the number of blocks.
         outers = {axis.outer}
         if name in _CAT_LIKE and source and all(source):
             outers |= {axis.outer * size // old for size, old in zip(shape[-len(source) :], source, strict=True)} - {0}
@@ -233,7 +210,7 @@ def splits_from_input(
 
 
 def split_operator(node: fx.Node, axis: Axis | Rows, token_outer: int = 0, *, chunks: int) -> OperatorSplit | None:
-    """Return the split of `node` that yields its result in chunks along `axis`; None if it cannot be split so."""
+    """Return the split of `node` with its result in chunks along `axis`; None if there is none."""
     shape = shape_of(node)
     if shape is None or not can_split(shape, axis, chunks) or is_random(node) or is_mutating(node):
         return None
@@ -251,7 +228,6 @@ def split_operator(node: fx.Node, axis: Axis | Rows, token_outer: int = 0, *, ch
         return None
     inputs: dict[fx.Node, Axis | Rows | None] = {}
     for source, input_axis in found:
-        # An operator that reads a tensor twice needs the same chunks both times.
         other = inputs.setdefault(source, input_axis) != input_axis
         if other or input_axis is not None and not can_split(_shape(source), input_axis, chunks):
             return None
@@ -286,9 +262,9 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
         return [(tensors[0], axis)] if is_all_to_all(node) and axis.dim > 0 else None
     if not isinstance(first, fx.Node):
         return _inputs_of_cat(node, axis) if name in ("cat", "stack") else None
-    source = _shape(first)
+    source_shape = _shape(first)
     if name in RESHAPES:
-        found = reshape_axis(shape, axis, source, chunks)
+        found = reshape_axis(shape, axis, source_shape, chunks)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, _broadcast(tensor, shape, axis)) for tensor in tensors]
@@ -299,12 +275,12 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
     if name in PRODUCTS:
         return _inputs_of_product(name, args, shape, axis)
     if name in _DIM_ARGUMENT:
-        index = _DIM_ARGUMENT[name]
-        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
+        index, default = _DIM_ARGUMENT[name], _DEFAULT_DIM.get(name, 0)
+        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", default), len(source_shape))
         if axis.dim == dim and name in ("slice", "split"):
             unit = _part_size(node, dim)
             blocks, rest = divmod(axis.outer * unit, shape[dim]) if unit and shape[dim] else (0, 1)
-            return None if rest else [(first, Axis(dim, blocks * source[dim] // unit))]
+            return None if rest else [(first, Axis(dim, blocks * source_shape[dim] // unit))]
         return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
     if name == "constant_pad_nd":
         shifted = _shift_dim(node)
@@ -312,7 +288,7 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
     if name == "repeat":
         return _inputs_of_repeat(node, first, axis)
     if name in _REDUCTIONS:
-        return _inputs_of_reduction(node, first, source, axis)
+        return _inputs_of_reduction(node, first, source_shape, axis)
     if name == "native_layer_norm":
         normalised = args[1]
         assert isinstance(normalised, (list, tuple))
@@ -320,12 +296,12 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
             return None
         return [(first, axis), *((tensor, None) for tensor in args[2:4] if isinstance(tensor, fx.Node))]
     if name in ("select", "unbind"):
-        dim = _dim(args[1] if len(args) > 1 else 0, len(source))
+        dim = _dim(args[1] if len(args) > 1 else 0, len(source_shape))
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]
     if name in ("gather", "scatter"):
-        fits = all(shape_of(tensor) in (source, shape) for tensor in tensors) and source[axis.dim] == shape[axis.dim]
-        same = fits and len({_shape(tensor)[axis.dim] for tensor in tensors}) == 1
-        return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source)) else None
+        fits = all(shape_of(tensor) in (source_shape, shape) for tensor in tensors)
+        same = fits and {_shape(tensor)[axis.dim] for tensor in tensors} == {shape[axis.dim]}
+        return [(tensor, axis) for tensor in tensors] if same and axis.dim != _dim(args[1], len(source_shape)) else None
     if name in ("embedding", "index_select", "index"):
         return _inputs_of_index(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
@@ -336,30 +312,29 @@ def _axis_inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], chunks: int)
 
 
 def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
-    """Return the inputs of an operator that computes each row independently."""
+    """Return the inputs' axes for an operator that computes each row independently; None if it does not."""
     name, args, first = name_of(node), node.args, node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
-    source = _shape(first)
+    source_shape = _shape(first)
     if is_collective(node):
-        # Ranks in the first dimension with equal shares: a row's index determines its rank.
+        # With equal shares of the first dimension, a row's index determines its rank.
         equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
         return [(first, rows._replace(hops=rows.hops - 1))] if equal and rows.dims[0] == 0 and rows.hops else None
     if name in RESHAPES:
-        found = reshape_rows(shape, rows, source)
+        found = reshape_rows(shape, rows, source_shape)
         return None if found is None else [(first, found)]
     if name in PERMUTES:
         order = permuted_dims(name, args, len(shape))
-        # A row's contents stay in order: rows are stored as vectors.
+        # The contents must stay in order, because rows are stored as vectors.
         held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
         before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
         return [(first, before)] if held == sorted(held) else None
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _UNARY:  # type: ignore[union-attr]
         return [(tensor, rows if shape_of(tensor) == shape else None) for tensor in node.all_input_nodes]
     if name == "expand":
-        return [(first, rows)] if source == shape else None
+        return [(first, rows)] if source_shape == shape else None
     if name in PRODUCTS:
-        # addmm and baddbmm have the addend before the two factors.
         given = args[-2:]
         if rows.dims != _row_dims(shape) or node.kwargs or not all(isinstance(tensor, fx.Node) for tensor in given):
             return None
@@ -367,14 +342,14 @@ def _row_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | N
         return [*rest, (given[0], rows)]  # type: ignore[list-item]
     if name in ("slice", "split", "split_with_sizes"):
         index = _DIM_ARGUMENT[name]
-        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", 0), len(source))
-        held = [tensor for tensor, size in enumerate(source) if size != 1 and tensor not in rows.dims]
+        dim = _dim(args[index] if len(args) > index else node.kwargs.get("dim", 0), len(source_shape))
+        held = [tensor for tensor, size in enumerate(source_shape) if size != 1 and tensor not in rows.dims]
         return [(first, rows)] if held == [dim] else None
     return None
 
 
 def _token_row_gemm(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...], outer: int) -> Inputs | None:
-    """Return the inputs of a GEMM from tokens to rows, or from rows to tokens."""
+    """Return the inputs' axes of a GEMM from tokens to rows, or from rows to tokens; None for other nodes."""
     last = len(shape) - 1
     if name_of(node) not in ("mm", "bmm") or (last == 2 and shape[0] != 1):
         return None
@@ -392,7 +367,7 @@ def _row_dims(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _broadcast(operand: fx.Node, shape: tuple[int, ...], axis: Axis) -> Axis | None:
-    """Return the axis of an operand broadcast to `shape`; None if all chunks need all of it."""
+    """Return the axis of an operand that is broadcast to `shape`; None if every chunk needs the whole operand."""
     own = _shape(operand)
     dim = axis.dim - (len(shape) - len(own))
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)
@@ -413,18 +388,17 @@ def _inputs_of_product(name: str, args: Sequence[Any], shape: tuple[int, ...], a
     if name in ("addmm", "baddbmm"):
         added, args = [(args[0], _broadcast(args[0], shape, axis))], args[1:]
     last = len(shape) - 1
-    # Columns need the whole first factor, rows the whole second; a batch splits both.
     left, right = None if axis.dim == last else axis, None if axis.dim == last - 1 else axis
     return [*added, (args[0], left), (args[1], right)]
 
 
-def _inputs_of_reduction(node: fx.Node, first: fx.Node, source: tuple[int, ...], axis: Axis) -> Inputs | None:
+def _inputs_of_reduction(node: fx.Node, first: fx.Node, source_shape: tuple[int, ...], axis: Axis) -> Inputs | None:
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if dims is None or dims == [] or isinstance(dims, bool):
         return None
-    listed = [_dim(dim, len(source)) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-    left = [dim for dim in range(len(source)) if dim not in listed]
-    kept = len(shape_of(node) or ()) == len(source)
+    listed = [_dim(dim, len(source_shape)) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    left = [dim for dim in range(len(source_shape)) if dim not in listed]
+    kept = len(shape_of(node) or ()) == len(source_shape)
     dim = axis.dim if kept else left[axis.dim]
     return [(first, Axis(dim, axis.outer))] if dim in left else None
 
@@ -473,8 +447,8 @@ def _part_size(node: fx.Node, dim: int) -> int:
 def start_of(node: fx.Node) -> int:
     given: Any = node.args
     dim, start = (0, None) if len(given) < 2 else (given[1], given[2] if len(given) > 2 else None)
-    source = _shape(given[0])
-    return range(source[_dim(dim, len(source))])[slice(start, None)].start
+    source_shape = _shape(given[0])
+    return range(source_shape[_dim(dim, len(source_shape))])[slice(start, None)].start
 
 
 def _inputs_of_index(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:

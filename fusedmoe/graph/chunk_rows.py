@@ -1,8 +1,4 @@
-"""Chunks of buffer rows: the rows of one token chunk, or the nonzero rows of a buffer (Lancet §5.1).
-
-`row_operation` returns an operator's implementation on `ChunkRows`; `assemble_rows` assembles the tensor from all
-chunks.
-"""
+"""Operators on some rows of a buffer: the rows of one token chunk, or the nonzero rows (Lancet §5.1)."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class StartedAllToAll(NamedTuple):
 
     Attributes:
         received_NM, slot_N: rows to be received, and their indices in the buffer.
-        num_sent: number of rows this rank sends.
+        num_sent: number of rows that this rank sends.
     """
 
     received_NM: Tensor
@@ -41,27 +37,26 @@ class StartedAllToAll(NamedTuple):
 
 
 def start_row_all_to_all(rows_NM: Tensor, occupied_P: Tensor, ranks: int, group: Any) -> StartedAllToAll:
-    """Start an all-to-all of the occupied rows of a buffer. An equal share of its P rows belongs to each rank.
+    """Start an all-to-all of the occupied rows of a buffer, whose P rows are equally divided among `ranks` ranks.
 
-    `occupied_P` (bool) marks the occupied rows; `rows_NM` has these rows in order. Synchronizes with the host.
+    `occupied_P` (bool) marks the occupied rows, and `rows_NM` has them in order. Synchronizes with the host.
     """
     share = [len(occupied_P) // ranks] * ranks
     received_P = _wait(_all_to_all(occupied_P.to(torch.uint8), share, share, group)).bool()
-    # The row counts per rank are host-side arguments of the call.
     counts = torch.stack([received_P.reshape(ranks, -1).sum(-1), occupied_P.reshape(ranks, -1).sum(-1)]).tolist()
     return StartedAllToAll(_all_to_all(rows_NM, *counts, group), received_P.nonzero().squeeze(-1), sum(counts[1]))
 
 
-class IrregularAllToAlls:
-    """Replaces the all-to-alls of captured passes by ones that omit all-zero rows (padding); receivers fill in zeros.
+class PaddingFreeAllToAlls:
+    """Replaces all-to-alls by ones that do not send all-zero rows; receivers fill in zeros.
 
-    `rows`, `sent`: counters of the rows of all buffers, and of the rows sent.
+    `rows` and `sent` count the rows of all buffers and the rows sent.
     """
 
     def __init__(self) -> None:
         self.rows = self.sent = 0
 
-    def apply_to(self, graph: fx.Graph) -> None:
+    def replace_in(self, graph: fx.Graph) -> None:
         """Replace a graph's all-to-alls, except for vectors, complex dtypes and unequal shares."""
         for node in graph.nodes:
             if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(wait := next(iter(node.users))):
@@ -74,9 +69,8 @@ class IrregularAllToAlls:
                 wait.target = self.wait
 
     def start(self, x: Tensor, ranks: int, group: object) -> tuple[StartedAllToAll, torch.Size]:
-        """Start sending an equal share of the first dimension to each rank, without zero rows."""
         x_NM = x.flatten(0, -2).contiguous()
-        # Compare bits, not values: −0 and NaN are sent, so results are bitwise equal.
+        # Comparing bits sends −0 too, so results are bitwise equal.
         occupied_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
         started = start_row_all_to_all(x_NM[occupied_N], occupied_N, ranks, group)
         self.rows += len(x_NM)
@@ -94,7 +88,7 @@ class IrregularAllToAlls:
 _COLUMN_OPERATORS = frozenset({"slice", "split", "split_with_sizes"})
 
 
-class ChunkRows(NamedTuple):
+class IndexedRows(NamedTuple):
     """Some rows of a tensor.
 
     Attributes:
@@ -121,7 +115,7 @@ def raise_violation(message: str) -> None:
 
 
 def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnViolation = raise_violation) -> Operation:
-    """Return a function that computes the rows of one chunk of `node` from the chunks of its inputs, in order."""
+    """Return a function that computes the rows of one chunk of `node`; its arguments are the chunks of the inputs."""
     if op_split.token_outer:
         return (
             _dispatch_gemm(node, raise_violation)
@@ -148,30 +142,29 @@ def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnVio
 
 
 def _dispatch_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
-    """Return a function that computes the dispatch GEMM of one chunk: the rows of the slots that its tokens fill."""
+    """Return the dispatch GEMM of one chunk: it computes the rows of the slots that the chunk's tokens fill."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
 
-    def dispatch_rows(*given: Tensor) -> ChunkRows:
+    def dispatch_rows(*given: Tensor) -> IndexedRows:
         tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
             raise_violation(f"a slot of {text} has several tokens")
         slot_N = taken_P.nonzero()[:, 0]  # synchronizes with the host, once per chunk and layer
-        return ChunkRows(tokens_PS[slot_N] @ x_SF, slot_N)
+        return IndexedRows(tokens_PS[slot_N] @ x_SF, slot_N)
 
     return dispatch_rows
 
 
 def _combine_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
-    """Return a function that computes the combine GEMM of one chunk: each token's sum over the filled slots."""
+    """Return the combine GEMM of one chunk: it computes each token's weighted sum over the slots of the chunk."""
     numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
     text = describe(node)
     dims = len(shape_of(node) or ())
 
     def combine_rows(*given: Any) -> Tensor:
         weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
-        # Other slots hold rows of other chunks, which no token of this chunk may read.
         own_SN = weight_SP[:, rows.slot_N]
         out_SF = own_SN @ rows.values_NF
         more_S = (weight_SP != 0).sum(1) != (own_SN != 0).sum(1)
@@ -186,10 +179,10 @@ def _combine_gemm(node: fx.Node, raise_violation: OnViolation) -> Operation:
 
 
 def check_slots(node: fx.Node, raise_violation: OnViolation = raise_violation) -> Operation:
-    """Return a function of all chunks that reports a violation if two of them have rows in the same slot."""
+    """Return a function of all chunks that reports a violation if two chunks share a slot."""
     text = describe(node)
 
-    def check_exclusive(*chunks: ChunkRows) -> None:
+    def check_exclusive(*chunks: IndexedRows) -> None:
         slot_N = torch.cat([rows.slot_N for rows in chunks])
         if len(slot_N.unique()) < len(slot_N):
             raise_violation(f"tokens of two micro-batches share a slot of {text}")
@@ -201,7 +194,7 @@ def _start_all_to_all(node: fx.Node, rows: Rows) -> Operation:
     ranks, group = len(argument_of(node, "input_split_sizes")), group_of(node)
     num_slots = math.prod(_sizes(node, rows))
 
-    def start_rows(chunk: ChunkRows) -> StartedAllToAll:
+    def start_rows(chunk: IndexedRows) -> StartedAllToAll:
         slot_N, order_N = chunk.slot_N.sort()
         occupied_P = slot_N.new_zeros(num_slots, dtype=torch.bool)
         occupied_P[slot_N] = True
@@ -210,11 +203,11 @@ def _start_all_to_all(node: fx.Node, rows: Rows) -> Operation:
     return start_rows
 
 
-def _wait_for_rows(started: StartedAllToAll) -> ChunkRows:
-    return ChunkRows(started.wait_for_rows(), started.slot_N)
+def _wait_for_rows(started: StartedAllToAll) -> IndexedRows:
+    return IndexedRows(started.wait_for_rows(), started.slot_N)
 
 
-def _unchanged(chunk: ChunkRows) -> ChunkRows:
+def _unchanged(chunk: IndexedRows) -> IndexedRows:
     return chunk
 
 
@@ -226,7 +219,7 @@ def _permute(node: fx.Node, op_split: OperatorSplit) -> Operation:
     sizes = dict(zip(before.dims, _sizes(source, before), strict=True))
     order = [moved[dim] for dim in after.dims]
 
-    def permute_rows(chunk: ChunkRows) -> ChunkRows:
+    def permute_rows(chunk: IndexedRows) -> IndexedRows:
         if order == [*before.dims]:
             return chunk
         index = dict(zip(before.dims, _unravel(chunk.slot_N, [*sizes.values()]), strict=True))
@@ -236,22 +229,22 @@ def _permute(node: fx.Node, op_split: OperatorSplit) -> Operation:
 
 
 def _multiply(node: fx.Node, rows: Rows) -> Operation:
-    """Return a function that multiplies each row by the matrix at its position in the batch."""
+    """Return a function that multiplies each row by the matrix of its batch index, and adds the addend of `addmm`."""
     numbers = [node.all_input_nodes.index(one) for one in node.args]  # type: ignore[arg-type]
     shape, gather_slots = shape_of(node), _gather_broadcast(node, rows)
     assert shape is not None
 
-    def multiply_rows(*given: Any) -> ChunkRows:
+    def multiply_rows(*given: Any) -> IndexedRows:
         chunk, right = given[numbers[-2]], given[numbers[-1]]
         if right.dim() == 2 or len(right) == 1:
             chunk = chunk._replace(values_NF=chunk.values_NF @ right.flatten(0, -2))
         else:
-            # Grouped by matrix, one GEMM each: groups have unequal sizes, so bmm does not apply.
+            # One GEMM per matrix: the groups of rows have unequal sizes, which bmm does not support.
             batch_N, order_N = (chunk.slot_N // shape[1]).sort(stable=True)
             counts = batch_N.bincount(minlength=len(right)).tolist()
             rows_of_matrices = chunk.values_NF[order_N].split(counts)
             out = torch.cat([rows @ matrix for rows, matrix in zip(rows_of_matrices, right, strict=True)])
-            chunk = ChunkRows(out, chunk.slot_N[order_N])
+            chunk = IndexedRows(out, chunk.slot_N[order_N])
         if len(numbers) < 3:
             return chunk
         return chunk._replace(values_NF=chunk.values_NF + gather_slots(given[numbers[0]], chunk.slot_N))
@@ -260,13 +253,13 @@ def _multiply(node: fx.Node, rows: Rows) -> Operation:
 
 
 def _slice_contents(node: fx.Node) -> Operation:
-    """Return a function that slices or splits each row's contents, which must have one dimension."""
+    """Return a function that slices or splits the contents of each row, which have one dimension."""
     position, target = 1 if name_of(node) == "slice" else 2, node.target
     args, kwargs = [*node.args[1:]], {key: value for key, value in node.kwargs.items() if key != "dim"}
     args[position - 1 : position] = [1]
     assert callable(target)
 
-    def take_columns(chunk: ChunkRows) -> Any:
+    def take_columns(chunk: IndexedRows) -> Any:
         found = target(chunk.values_NF, *args, **kwargs)
         if isinstance(found, Tensor):
             return chunk._replace(values_NF=found)
@@ -278,7 +271,7 @@ def _slice_contents(node: fx.Node) -> Operation:
 def _element(node: fx.Node) -> Operation:
     number: Any = node.args[1]
 
-    def element_of(chunks: Sequence[ChunkRows]) -> ChunkRows:
+    def element_of(chunks: Sequence[IndexedRows]) -> IndexedRows:
         return chunks[number]
 
     return element_of
@@ -289,8 +282,8 @@ def _elementwise(node: fx.Node, rows: Rows) -> Operation:
     gather_slots = _gather_broadcast(node, rows)
     assert callable(target)
 
-    def elementwise_rows(*given: Any) -> ChunkRows:
-        chunks = [value for value in given if isinstance(value, ChunkRows)]
+    def elementwise_rows(*given: Any) -> IndexedRows:
+        chunks = [value for value in given if isinstance(value, IndexedRows)]
         slot_N = chunks[0].slot_N
         if all(chunk.slot_N is slot_N or torch.equal(chunk.slot_N, slot_N) for chunk in chunks):
             ordered = [chunk.values_NF for chunk in chunks]
@@ -299,23 +292,22 @@ def _elementwise(node: fx.Node, rows: Rows) -> Operation:
             slot_N = torch.cat([chunk.slot_N for chunk in chunks]).unique()
             ordered = [_reorder(chunk, slot_N) for chunk in chunks]
         rest = iter(ordered)
-        values = [next(rest) if isinstance(value, ChunkRows) else gather_slots(value, slot_N) for value in given]
+        values = [next(rest) if isinstance(value, IndexedRows) else gather_slots(value, slot_N) for value in given]
         own_args, own_kwargs = fx.node.map_arg((args, kwargs), lambda one: values[inputs.index(one)])
-        return ChunkRows(target(*own_args, **own_kwargs), slot_N)
+        return IndexedRows(target(*own_args, **own_kwargs), slot_N)
 
     return elementwise_rows
 
 
-def _reorder(chunk: ChunkRows, slot_N: Tensor) -> Tensor:
-    # GEMMs order rows by matrix, all-to-alls by rank. Dispatch leaves zeros in unused slots; the first run checks that
-    # they are still zero here.
+def _reorder(chunk: IndexedRows, slot_N: Tensor) -> Tensor:
+    # Dispatch leaves zeros in unused slots; the first run checks that they are still zero here.
     found = chunk.values_NF.new_zeros(len(slot_N), chunk.values_NF.shape[1])
     found[torch.searchsorted(slot_N, chunk.slot_N)] = chunk.values_NF
     return found
 
 
 def _gather_broadcast(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that gathers rows, [N, F], of a tensor broadcast to the node's result."""
+    """Return a function that broadcasts a tensor to the node's shape and gathers rows of it, [N, F]."""
     shape, sizes = shape_of(node) or (), _sizes(node, rows)
     order = [*rows.dims, *(dim for dim in range(len(shape)) if dim not in rows.dims)]
 
@@ -328,15 +320,14 @@ def _gather_broadcast(node: fx.Node, rows: Rows) -> Callable[[Tensor, Tensor], T
 
 
 def assemble_rows(node: fx.Node, rows: Rows) -> Operation:
-    """Return a function that assembles all chunks into the tensor, with zeros elsewhere."""
+    """Return a function that assembles all chunks into the whole tensor, with zeros in unused slots."""
     like, slot_sizes = node.meta["val"], _sizes(node, rows)
     shape, strides = tuple(like.shape), like.stride()
     held = [dim for dim in range(len(shape)) if dim not in rows.dims]
     sizes = [shape[dim] for dim in held]
 
-    def assemble(*chunks: ChunkRows) -> Tensor:
+    def assemble(*chunks: IndexedRows) -> Tensor:
         first = chunks[0].values_NF
-        # Other readers, such as the backward pass, read the whole tensor.
         whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()
         ordered = whole.permute([*rows.dims, *held])
         for chunk in chunks:

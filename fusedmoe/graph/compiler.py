@@ -1,13 +1,4 @@
-"""`torch.compile` backend that plans and reorders captured passes to hide all-to-alls.
-
-    own = fusedmoe.graph.GraphBackend(chunks=4)
-    model = torch.compile(model, backend=own)
-    ...                                              # a training step
-    print(*own.reports)
-
-Results are unchanged. Instructions around an all-to-all run in micro-batches; in backward, weight gradients overlap
-with the all-to-alls.
-"""
+"""`torch.compile` backend that plans and reorders captured passes to hide all-to-alls."""
 
 from __future__ import annotations
 
@@ -20,7 +11,7 @@ from torch import fx, nn
 
 from fusedmoe.compat.torch import compile_passes, generate_boxed, tracing_context
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.chunk_rows import IrregularAllToAlls
+from fusedmoe.graph.chunk_rows import PaddingFreeAllToAlls
 from fusedmoe.graph.instructions import (
     decouple_random_draws,
     fuse_shifts,
@@ -36,27 +27,31 @@ from fusedmoe.graph.planning import PassReport, PlanSettings, plan_pass
 class GraphBackend:
     """Backend of `torch.compile` that overlaps all-to-alls with computation.
 
-    Every rank of their process groups must compile the same graphs in the same order.
+        backend = fusedmoe.graph.GraphBackend(chunks=4)
+        model = torch.compile(model, backend=backend)
+        ...                                              # a training step
+        print(*backend.reports)
+
+    Results are unchanged. Instructions around an all-to-all run in micro-batches; in backward, weight gradients overlap
+    with the all-to-alls. Every rank of the process groups must compile the same graphs in the same order.
 
     Args:
-        chunks: maximum number of micro-batches of a range (Lancet's ρ); 2, 4, … up to it are tried. 1: no
-            micro-batches.
-        groups: number of instruction groups per MoE layer (its γ). A range consists of whole groups, at most the number
-            between two MoE layers (its ι).
+        chunks: maximum number of micro-batches (Lancet's ρ); powers of two up to it are tried. 1: no micro-batches.
+        groups: number of instruction groups per MoE layer (Lancet's γ). A range that runs in micro-batches consists of
+            whole groups, at most as many as lie between two MoE layers (Lancet's ι).
         own_places: declares that each slot of an expert's buffer is exclusive: at most one token of a rank's batch
             fills it, and only that token reads it back, as with any gate that drops tokens beyond the capacity. Forward
-            micro-batches then extend across the experts, at the cost of one host synchronization per micro-batch for
-            its row counts. The first run of each graph checks the declaration (`fusedmoe.graph.own_places`) and takes
-            about as long as two steps.
+            micro-batches then extend across the experts, at the cost of one host synchronization per micro-batch. The
+            first run of each graph checks the declaration and takes about as long as two steps.
         irregular: do not send rows whose bits are all zero, typically unused slots (Lancet §5.1). A small all-to-all
             first announces the rows sent, and the host waits for it. Results are bitwise equal. Plans assume that all
             rows are sent.
-        costs: seconds of operators and all-to-alls; None: measured by all ranks concurrently, once per machine, and
-            cached on disk by the first rank.
-        timeout_s: seconds a rank waits for the same graph on the other ranks, and for the first rank's plan.
+        costs: seconds of operators and all-to-alls. None: all ranks measure them, once per machine, and the first rank
+            caches them on disk.
+        timeout_s: seconds that a rank waits for the same graph on the other ranks, and for the first rank's plan.
     Attributes:
-        reports: one per planned pass, in order.
-        irregular: None, or counts of buffer rows and of rows sent.
+        reports: one `PassReport` per planned pass, in order.
+        irregular: None, or an object whose `rows` and `sent` count buffer rows and rows sent.
     Raises:
         ConfigError: an argument is out of range; at planning: splitting without OR-Tools (`fusedmoe[plan]`).
         RankError: at planning: ranks captured different graphs, or one failed or timed out. At the first run: slots are
@@ -80,17 +75,15 @@ class GraphBackend:
             )
         self.__name__ = "fusedmoe"
         self.settings = PlanSettings(chunks, groups, own_places, timeout_s)
-        self.irregular = IrregularAllToAlls() if irregular else None
+        self.irregular = PaddingFreeAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile one captured graph; called by `torch.compile`."""
         # Older captures keep parameters and buffers in the module; the passes have them as first inputs.
         own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
 
-        # Shared by the passes of this graph, which PyTorch compiles at different times.
         failed: list[BaseException] = []
         check: OwnPlacesCheck | None = None
         saved: list[str] = []
@@ -103,7 +96,7 @@ class GraphBackend:
 
         def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             # PyTorch swallows errors of compiling backward along with forward, and compiles again at the first
-            # backward. The other ranks have ended by then, so raise the original error.
+            # backward, when the other ranks have ended.
             if failed:
                 raise failed[0]
             captured = CapturedBackward(graph_module.graph, saved)
@@ -125,10 +118,9 @@ class GraphBackend:
     def _compile_pass(
         self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]
     ) -> tuple[Callable[..., Any], OwnPlacesCheck | None]:
-        """Return the compiled pass, and the check of its first run, if any."""
+        """Return the compiled pass, and the check of its first run if rows run in chunks. Appends a report."""
         began = time.monotonic()
         if phase == "backward":
-            # Forward has checked the assertions; removing them frees their inputs' computation.
             for node in reversed(module.graph.nodes):
                 if is_assertion(node) and not node.users:
                     module.graph.erase_node(node)
@@ -144,7 +136,7 @@ class GraphBackend:
         self.reports.append(report)
         # After planning, which supports only captured operators.
         if self.irregular is not None:
-            self.irregular.apply_to(module.graph)
+            self.irregular.replace_in(module.graph)
         run = _make_function(module)
         if check is not None:
             run = check.run_check_before(run)
@@ -161,22 +153,20 @@ def _outputs(graph: fx.Graph) -> Sequence[Any]:
 
 def _parameter_gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
     results = _outputs(graph)
-    # One flag per forward input. If the counts differ, treat all outputs as parameter gradients, needed only at the
-    # end.
+    # If the counts differ, treat all outputs as parameter gradients.
     flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
     other = {node for node, flag in zip(results, flags, strict=True) if not flag}
     return {node for node in results if isinstance(node, fx.Node)} - other
 
 
 def _num_unsaved_outputs(phase: str) -> int | None:
-    """Return the number of leading outputs that are not saved for backward. None: all outputs, or unknown."""
+    """Return the number of leading outputs that are not saved for backward; None means all of them, or unknown."""
     context = tracing_context()
     metadata = None if context is None else context.fw_metadata
     return metadata.num_forward if phase == "forward" and metadata is not None else None
 
 
 def _with_memory_advice(run: Callable[..., Any], chunks: int) -> Callable[..., Any]:
-    """Wrap a pass with chunked ranges to add a remedy to its out-of-memory errors."""
 
     def call(args: list[Any]) -> Any:
         try:

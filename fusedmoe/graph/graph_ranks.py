@@ -29,37 +29,36 @@ T = TypeVar("T")
 
 
 class GraphRanks:
-    """Ranks that run a graph together. All methods are collective, except `run_guarded` and `wait`.
+    """Ranks that run a graph together. All methods but `run_guarded` and `wait` are collective.
 
     Args:
         groups: process groups of the graph's collectives, or their names; at least one.
+        timeout_s: seconds to wait for other ranks.
     Attributes:
-        ranks: global ranks, ascending.
-        is_leader: this is the first rank, which decides.
+        ranks: global ranks, ascending. If no group has all ranks of the groups, all ranks of the job.
+        is_leader: whether this is the first rank, which decides.
     """
 
     def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
         members = [tuple(dist.get_process_group_ranks(resolve_group(group))) for group in groups]
         together = sorted({rank for ranks in members for rank in ranks})
-        # Overlapping groups may connect all ranks transitively.
         whole = any(set(ranks) == set(together) for ranks in members)
         self.ranks = together if whole else list(range(dist.get_world_size()))
         self._rank = dist.get_rank()
         self.is_leader = self._rank == self.ranks[0]
         self._timeout_s = timeout_s
-        # Exchange metadata through the job's store, not the graph's process groups: a rank that captured a different
-        # graph gets an error without disturbing messages of the other ranks.
+        # Through the job's store: messages in the graph's groups would mix with those of a different graph.
         self._board = None if len(self.ranks) < 2 else Board(default_store(), self._rank)
 
     def all_gather(self, text: str, operation: str = _PLANNING) -> list[str]:
-        """All-gather a text, in the order of `ranks`. Raises `RankError` if a rank failed or timed out."""
+        """All-gather a text in the order of `ranks`. Raises `RankError` if a rank failed or timed out."""
         if self._board is None:
             return [text]
         return self._board.all_gather_json(self.ranks, text, self._timeout_s, operation=operation, cure=_CURE)
 
     def require_same(self, text: str) -> None:
         """Raise `RankError` on every rank unless all ranks pass the same text."""
-        # Send digests: the store is slow, and graphs have thousands of lines.
+        # Digests, because the store is slow.
         digests = self.all_gather(hashlib.sha256(text.encode()).hexdigest()[:16])
         odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
         if odd:
@@ -69,7 +68,7 @@ class GraphRanks:
             )
 
     def raise_findings(self, operation: str, findings: Sequence[str], cure: str) -> None:
-        """Raise all ranks' findings, if any, on every rank: `RankError`, or `ConfigError` on a single rank."""
+        """Raise an error on every rank if any rank has findings: `RankError`, or `ConfigError` on a single rank."""
         texts = self.all_gather("; ".join(findings), operation)
         wrong = [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text]
         if wrong:
@@ -77,7 +76,7 @@ class GraphRanks:
             raise ConfigError(message) if len(self.ranks) == 1 else RankError(message, agreed=True)
 
     def broadcast_decision(self, decide: Callable[[], Any]) -> Any:
-        """Call `decide` on the first rank; return its (JSON-serializable) result on all. If it raises, all raise."""
+        """Call `decide` on the first rank and return its JSON-serializable result on all. If it raises, all raise."""
         text = self.run_guarded(lambda: json.dumps(decide())) if self.is_leader else ""
         return json.loads(self.all_gather(text)[0])
 
@@ -85,16 +84,15 @@ class GraphRanks:
         """Return `run()`. If it raises, all other ranks raise at their next exchange."""
         try:
             return run()
-        except BaseException as error:  # including interrupts: the other ranks would wait until they time out
+        except BaseException as error:  # including interrupts, or the other ranks would time out
             if self._board is not None:
                 self._board.post(self._rank, operation, f"{type(error).__name__}: {error}")
             raise
 
     def wait(self, work: dist.Work) -> None:
-        """Wait at most `timeout_s` for a Gloo collective; NCCL's watchdog bounds NCCL collectives.
+        """Wait at most `timeout_s` for a collective; NCCL's own watchdog bounds NCCL collectives.
 
-        Raises:
-            RankError: a rank failed or timed out, or a connection broke.
+        Raises `RankError` if a rank failed or timed out, or a connection broke.
         """
         if self._board is None or dist.get_backend() == "nccl":
             work.wait()
@@ -107,7 +105,6 @@ class GraphRanks:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    # It may have completed between the time-out and this check.
                     try:
                         work.wait()
                         return
@@ -120,7 +117,6 @@ class GraphRanks:
             elif verdict is None and time.monotonic() > deadline:
                 text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
             if text:
-                # Blame a rank that has ended, or otherwise a rank that is not waiting.
                 others = tuple(rank for rank in self.ranks if rank != self._rank)
                 missing = (self._board.ended_ranks(others) or self._board.absent_ranks(others) or others)[0]
                 verdict = self._board.blame(missing, _PLANNING, text)

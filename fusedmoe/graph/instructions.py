@@ -26,16 +26,14 @@ _VIEWS = frozenset(
 
 
 def schema_of(target: Any) -> Any:
-    """Return an operator's schema; None for other callables."""
     return schema_of_operator(target) if isinstance(target, OPERATOR) else None
 
 
-# Substitute for data-dependent sizes, as of `nonzero`: equal on all ranks, whose plans must agree.
+# Substitute for data-dependent sizes, as of `nonzero`: equal on all ranks.
 _UNKNOWN_SIZE = 4096
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return whether the node starts a collective; a wait completes it."""
     return _namespace(node) == _COLLECTIVES and not is_wait(node)
 
 
@@ -48,7 +46,6 @@ def is_all_to_all(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether the node only reinterprets its input, without computation."""
     return (
         node.op == "get_attr"
         or node.target is operator.getitem
@@ -74,15 +71,11 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def is_assertion(node: fx.Node) -> bool:
-    return _namespace(node) == "aten" and name_of(node) in (
-        "_assert_async",
-        "_assert_scalar",
-        "_assert_tensor_metadata",
-    )
+    assertions = ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")
+    return _namespace(node) == "aten" and name_of(node) in assertions
 
 
 def describe(node: fx.Node) -> str:
-    """Return a node's name, operator, position in the graph and source line in the model."""
     position, count = list(node.graph.nodes).index(node), len(node.graph.nodes)
     lines = re.findall(r'File "(.+)", line (\d+), in', node.stack_trace or "")
     line = f", {lines[-1][0]}:{lines[-1][1]}" if lines else ""
@@ -94,7 +87,7 @@ def group_of(start: fx.Node) -> Any:
 
 
 def argument_of(node: fx.Node, name: str) -> Any:
-    """Return an operator's argument by name, or its default; None without such an argument."""
+    """Return an operator's argument by name, or its default; None if the operator has no such argument."""
     for index, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             given = node.args[index] if index < len(node.args) else argument.default_value
@@ -103,7 +96,7 @@ def argument_of(node: fx.Node, name: str) -> Any:
 
 
 def concrete_size(number: Any) -> int:
-    """Return a size as int; for a symbolic size, its value at capture, or a substitute."""
+    """Return a size as int: of a symbolic size its value at capture, or 4096 if unknown."""
     if isinstance(number, int):
         return number
     hint = number.node.hint
@@ -115,7 +108,7 @@ def bytes_of(node: fx.Node) -> int:
     return math.prod(map(concrete_size, tensor.shape)) * int(tensor.element_size())
 
 
-# Sets of instructions are ints whose bit i stands for instruction i, for fast set operations.
+# Sets of instructions are ints whose bit i stands for instruction i.
 
 
 def set_bits(bit_set: int) -> Iterator[int]:
@@ -132,13 +125,12 @@ def union(bit_sets: Iterable[int]) -> int:
 def insert_single_waits(graph: fx.Graph) -> None:
     """Rewrite the graph to wait exactly once for each collective with one result, directly before its first use.
 
-    Models may wait twice (in the collective's wrapper and at the use), or for a view or result of the tensor.
+    Models may wait twice (in the collective's wrapper and at the use), or for a view of the result. Autograd
+    collectives are replaced by plain ones, because both passes are already traced.
     """
     wait: Any = torch.ops._c10d_functional.wait_tensor.default
-    # Users of a tensor do not move, so the first user stays first.
     positions = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        # Replace autograd collectives by plain ones: both passes are already traced.
         if _namespace(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
             node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
         if is_collective(node) and isinstance(node.meta["val"], torch.Tensor):
@@ -167,7 +159,7 @@ _BY_SHAPE = {
 def decouple_random_draws(graph: fx.Graph) -> None:
     """Make random draws in the shape of a tensor (a gate's noise) independent of the tensor's values.
 
-    The numbers do not change. A micro-batched range can then start before the tensor, after drawing the noise.
+    The numbers do not change. A micro-batched range can then start before the tensor, but after the draw.
     """
     for node in graph.nodes:
         if _namespace(node) != "aten" or name_of(node) not in _BY_SHAPE:
@@ -180,9 +172,9 @@ def decouple_random_draws(graph: fx.Graph) -> None:
 
 
 def fuse_shifts(graph: fx.Graph) -> None:
-    """Rewrite `torch.cat` of zeros and all rows but the last (an exclusive count) as one `constant_pad_nd`.
+    """Rewrite `torch.cat` of a row of zeros and all rows but the last as one `constant_pad_nd`.
 
-    Its chunks need only one row of the previous chunk.
+    A chunk of the result then needs only one row of the previous chunk. Gates use it for exclusive counts.
     """
     aten = torch.ops.aten
     for node in graph.nodes:
@@ -220,11 +212,11 @@ class Instructions:
     Attributes:
         nodes: all nodes but inputs and output, in graph order.
         position: index of each node in `nodes`.
-        ancestors, descendants: per instruction, the sets it depends on and that depend on it: by data, by order of
-            random draws, or by in-place changes of memory.
+        ancestors, descendants: for each instruction, the set of instructions that it depends on, and the set of those
+            that depend on it: by data, by order of random draws, or by in-place changes of memory.
         computing: set of the instructions that compute.
-        starts: positions of the collectives' starts, in order.
-        waits: per start, the set of instructions that wait for it.
+        starts: positions of the instructions that start a collective, in order.
+        waits: for each start, the set of instructions that wait for it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -235,10 +227,10 @@ class Instructions:
         last_random, last_change = set[int](), set[int]()
         for index, node in enumerate(self.nodes):
             before = {self.position[needed] for needed in node.all_input_nodes if needed in self.position} | last_change
-            if is_random(node):  # results must be unchanged: draw in the captured order
+            if is_random(node):  # draw in the captured order, for equal results
                 before |= last_random
                 last_random = {index}
-            if is_mutating(node):  # keep all potential readers before or after
+            if is_mutating(node):
                 before.update(range(index))
                 last_change = {index}
             self.ancestors.append(union(self.ancestors[needed] | 1 << needed for needed in before))
@@ -255,19 +247,21 @@ class Instructions:
         return [self.nodes[index] for index in set_bits(numbers)]
 
     def overlappable(self, start: int) -> int:
-        """Return a bit set of the computing instructions that may overlap with a collective: no path connects them."""
+        """Return the set of computing instructions that may overlap with a collective: no path connects them."""
         return self.computing & ~(self.ancestors[start] | self.descendants[start] | 1 << start)
 
     def weight_gradients(self, gradients: Collection[fx.Node]) -> int:
-        """Return a bit set of the instructions that parameter gradients need, but no all-to-all or other output needs.
+        """Return a bit set of the instructions that only parameter gradients need, and that may therefore run later.
 
-        Excludes collectives of these gradients and everything after them.
+        No all-to-all and no other output of the graph needs them. Excludes collectives of these gradients and
+        everything after them, and random, mutating and waiting instructions.
+
+        Args:
+            gradients: the graph outputs that are parameter gradients.
         """
         results = list(self.nodes[0].graph.nodes)[-1].all_input_nodes if self.nodes else []
-        # Weight gradients never delay all-to-alls.
         ends = [node for node in results if node not in gradients]
         ends += [self.nodes[start] for start in self.starts if is_all_to_all(self.nodes[start])]
-        # Dependents of a gradient's collective, and ordered instructions, cannot move.
         found = self._ancestor_set(gradients) & ~self._ancestor_set(ends)
         for index in set_bits(found):
             node = self.nodes[index]

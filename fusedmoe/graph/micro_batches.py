@@ -1,10 +1,9 @@
 """Selection of the instruction ranges of a pass that run in micro-batches, and of their tensors' axes (Lancet §5).
 
-Dynamic programming over predicted seconds selects ranges. OR-Tools CP-SAT selects the axes of a range: every
-instruction is split in one way, or runs whole before or after all split instructions. A tensor has one axis, or its
-chunks are rows. An input in chunks is cut from a tensor computed earlier, or is the result of an instruction split
-along the same axis; other inputs are computed whole beforehand. All all-to-alls are split, and the largest possible
-part of other computation, weighted by seconds.
+Dynamic programming over predicted seconds selects the ranges. OR-Tools CP-SAT selects the axes of a range: every
+instruction is split in one way, or runs whole before or after all split instructions. A chunk of an input is cut from a
+tensor computed earlier, or computed by an instruction that is split along the same axis. All all-to-alls are split, and
+as many seconds of computation as possible.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from fusedmoe.graph.operator_costs import OperatorCosts, all_to_all_s
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, pipeline_s
 from fusedmoe.schedule.policies.lancet_plans import best_ranges, solve_integer_program
 
-# Solver limit in the units of `lancet_plans.solve_integer_program`; resolution of the objective.
+# `limit` of `lancet_plans.solve_integer_program`, and resolution of the objective.
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 
@@ -53,9 +52,9 @@ class RangeReport:
     """Report on a range that runs in chunks.
 
     Attributes:
-        first, last: names of its first and last instruction.
-        split, count: number of instructions that run in chunks; number of all instructions.
-        seconds, whole_s: predicted seconds of the range in chunks; the same without splitting.
+        first, last: names of the first and last instruction.
+        split, count, all_to_alls: numbers of instructions that run in chunks, of all, and of all-to-alls.
+        seconds, whole_s: predicted seconds of the range in chunks, and without splitting.
     """
 
     first: str
@@ -68,13 +67,13 @@ class RangeReport:
     whole_s: float
 
 
-#: Splits found (None if impossible) with the instructions of the first such range, by `split_key` and chunk count.
+#: By `split_key` and chunk count: the split (None if impossible), and the instructions for which it was computed.
 SplitCache = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Planning settings, with the meaning of the arguments of `GraphBackend`."""
+    """Arguments of `GraphBackend` that affect planning."""
 
     chunks: int
     groups: int
@@ -94,8 +93,9 @@ def select_ranges(
     """Select the ranges of a pass that are worth splitting, by dynamic programming.
 
     Args:
-        hidden_s: per position of a collective's start, seconds of computation that overlap with it without splitting.
-        split_cache: cache of splits for the same graph and `node_s`; extended here.
+        hidden_s: position of a collective's start -> seconds of computation that overlap with it without splitting.
+        show: called with the number of costs computed so far, and their total number.
+        split_cache: splits for the same graph and `node_s`; extended here.
     """
     groups, layers = group_instructions(instructions, node_s, settings.groups)
     # Lancet's ι: the number of groups between two MoE layers.
@@ -104,7 +104,7 @@ def select_ranges(
     options: dict[tuple[int, int, int], tuple[InstructionRange, RangeReport]] = {}
     costed: dict[Any, tuple[Any, float]] = {}
     descriptions: dict[fx.Node, str] = {}
-    finder = SplitFinder()  # ranges overlap: analyse each instruction once
+    finder = SplitFinder()
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
@@ -153,22 +153,19 @@ def select_ranges(
 def group_instructions(
     instructions: Instructions, node_s: Callable[[fx.Node], float], count: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Cut the instructions into consecutive groups (first, end) of about equal time, about `count` for each MoE layer.
+    """Cut the instructions into consecutive groups of about equal time, about `count` for each MoE layer.
 
-    Returns the groups and the number of layers. `end` is exclusive.
+    Returns the groups as (first, end), where `end` is exclusive, and the number of layers: pairs of all-to-alls.
     """
-    # Two all-to-alls (dispatch and combine) count as one layer.
     layers = max(1, sum(map(is_all_to_all, instructions.nodes)) // 2)
     share_s = sum(map(node_s, instructions.nodes)) / layers / count
     groups, start, taken_s, until, waits = [], 0, 0.0, -1, False
     for index, node in enumerate(instructions.nodes):
-        # Ranges start and end at group boundaries.
         if is_all_to_all(node) and until < index > start:
             groups.append((start, index))
             start, taken_s, waits = index, 0.0, False
         until = max(until, index)
-        # Keep a collective in one group with its wait, and an instruction with several results with their readers: only
-        # tensors can be cut into chunks.
+        # A collective and its wait, and an instruction with several results and their readers, form one group.
         if is_collective(node) or isinstance(node.meta.get("val"), (tuple, list)):
             until = max([until, *(instructions.position[user] for user in node.users if user in instructions.position)])
         taken_s += node_s(node)
@@ -182,7 +179,10 @@ def group_instructions(
 
 
 def order_constraints(instructions: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
-    """Return index pairs of instructions that must keep their order: random, mutating, and unsplit collective ones."""
+    """Return index pairs of instructions that must keep their order.
+
+    These are random draws, instructions that change memory, and collectives other than all-to-alls.
+    """
     nodes = instructions.nodes[start:stop]
     odd = [index for index, node in enumerate(nodes) if is_random(node) or is_mutating(node)]
     pairs = list(pairwise(odd))
@@ -190,16 +190,12 @@ def order_constraints(instructions: Instructions, start: int, stop: int) -> list
         if is_mutating(nodes[index]):
             pairs += [(first, index) for first in range(index)]
             pairs += [(index, second) for second in range(index + 1, len(nodes))]
-    # All ranks must issue unsplit collectives in the same order.
     pairs += pairwise(index for index, node in enumerate(nodes) if is_collective(node) and not is_all_to_all(node))
     return pairs
 
 
 def split_key(nodes: Sequence[fx.Node], descriptions: dict[fx.Node, str]) -> str:
-    """Return a key equal for ranges that are split equally: same operators, shapes and users.
-
-    `descriptions`: cache.
-    """
+    """Return a key that is equal for ranges that are split alike. `descriptions` is a cache of the nodes' values."""
     positions = {node: position for position, node in enumerate(nodes)}
 
     def describe(value: Any) -> Any:
@@ -229,17 +225,17 @@ OperatorSplits = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
 class SplitFinder:
-    """Caches splits of a graph's instructions, which overlapping ranges share."""
+    """Caches the splits of a graph's instructions, which overlapping ranges share."""
 
     def __init__(self) -> None:
         self.split_operator, self.splits_from_input = cache(split_operator), cache(splits_from_input)
 
 
 def find_splits(nodes: Sequence[fx.Node], chunks: int, by_rows: bool, finder: SplitFinder) -> OperatorSplits:
-    """Return all ways to split instructions connected to a split all-to-all; with `by_rows`, also by rows."""
+    """Return all splits of instructions that are connected to a split all-to-all; with `by_rows`, also into rows."""
     inside = set(nodes)
     splits: OperatorSplits = {}
-    # A GEMM that produces rows may contain the tokens once per choice.
+    # A GEMM that produces rows may read the tokens once per choice.
     tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
     token_outers = (
         tuple(sorted({1, *(num_token_copies(node) for node in tokens if isinstance(node, fx.Node))})) if by_rows else ()
@@ -262,7 +258,6 @@ def find_splits(nodes: Sequence[fx.Node], chunks: int, by_rows: bool, finder: Sp
         if is_all_to_all(node):
             for axis in all_to_all_axes(node, chunks, by_rows):
                 add_split(node, finder.split_operator(node, axis, 0, chunks=chunks))
-    # Search outwards from the all-to-alls: ways connected to none of them are useless.
     while ends:
         node, op_split = ends.pop()
         for source, input_axis in op_split.inputs.items():
@@ -291,7 +286,7 @@ def infer_split(
     Args:
         ordered: index pairs in `nodes` that must stay in order without a data dependency.
         by_rows: chunks may also be rows of a tensor.
-        finder: caches splits found for other ranges of the graph; extended here.
+        finder: cache shared with other ranges of the graph.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
@@ -304,7 +299,7 @@ def infer_split(
         raise ConfigError(
             "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend chunks=1"
         ) from None
-    # One boolean per instruction and way; early and late for unsplit instructions.
+    # One boolean per instruction and split; `early` and `late` for instructions that run whole before or after.
     model = cp_model.CpModel()
     inside = set(nodes)
     early = {node: model.new_bool_var("") for node in nodes}
@@ -357,7 +352,7 @@ def infer_split(
         constrain_order(nodes[second], nodes[first])
     costs = {node: seconds(node) for node in nodes}
     tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
-    # Among equal splits prefer consecutive chunks: others cost copies, rows the most.
+    # Among equal splits prefer consecutive chunks: other chunks cost copies, and rows cost most.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
     model.maximize(sum((worth[node] - _copy_penalty(key.axis)) * source for (node, key), source in chosen.items()))
     solver = solve_integer_program(model, _LIMIT)
@@ -369,7 +364,7 @@ def infer_split(
         for key, op_split in splits.get(node, {}).items()
         if solver.value(chosen[node, key])
     }
-    # Unsplit instructions may overlap with split ones, and fill the time while rows are in flight.
+    # Other unsplit instructions run early, to overlap with rows in flight.
     before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
     for first, second in ordered:
         before[nodes[second]].append(nodes[first])

@@ -1,7 +1,4 @@
-"""Measured seconds of instructions: each operator once, collectives interpolated between measured sizes (Lancet §3).
-
-The key of an operator is its name and the shapes, strides and dtypes of its arguments. One cache file per machine.
-"""
+"""Measured seconds of instructions: each operator once, all-to-alls interpolated between measured sizes (Lancet §3)."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ T = TypeVar("T")
 #: Smallest measured collective in bytes. Each further size is twice as large.
 FIRST_BYTES = 1024
 
-# Repetitions after the first run, which allocates memory and may initialize a library.
+# Timed repetitions after a warm-up run; fewer for operators that take longer than _LONG_S.
 _REPEATS = 3
-# Operators slower than this (seconds) are repeated less.
 _LONG_S, _LONG_REPEATS = 0.05, 2
 # Estimate for an operator that cannot run on synthetic inputs: launch seconds, plus its bytes at this bandwidth.
 _LAUNCH_S, _BYTES_PER_S = 5e-6, 5e9
@@ -44,7 +40,7 @@ class OperatorCosts(Protocol):
     """Seconds used for planning: measured, or given by the user (`GraphBackend(costs=…)`)."""
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-        """Return the seconds of an operator. Only the shapes of tensors, fake or real, matter."""
+        """Return the seconds of an operator. Tensors may be fake."""
 
     def collective_s(self, size: float) -> float:
         """Return the seconds of an all-to-all of `size` bytes per rank."""
@@ -54,7 +50,7 @@ class OperatorCosts(Protocol):
 class CollectiveTimes:
     """Piecewise linear cost of a collective: `seconds` measured at `sizes` (bytes, ascending).
 
-    Constant below the first size; proportional to the size above the last.
+    It is constant below the first size, and proportional to the size above the last one.
     """
 
     sizes: tuple[float, ...]
@@ -68,11 +64,11 @@ class CollectiveTimes:
 
 @dataclass
 class MeasuredCosts:
-    """Seconds of operators on this machine, measured on first use and cached.
+    """Seconds of operators, measured on first use.
 
     Attributes:
         points: seconds of all-to-alls by size.
-        measured, unshared: seconds by operator, and measurements not yet shared with other ranks.
+        measured, unshared: seconds by `operator_key`, and the measurements not yet shared with other ranks.
         path: cache file, or None.
     """
 
@@ -92,7 +88,7 @@ class MeasuredCosts:
         return self.measured[key]
 
     def merge(self, found: Iterable[Mapping[str, float]]) -> None:
-        """Merge the `unshared` measurements of all ranks: per operator the slowest, for which all ranks wait."""
+        """Merge the `unshared` measurements of all ranks: the slowest per operator, because all ranks wait for it."""
         slowest: dict[str, float] = {}
         for key, seconds in (pair for own in found for pair in own.items()):
             slowest[key] = max(seconds, slowest.get(key, 0.0))
@@ -104,8 +100,7 @@ class MeasuredCosts:
 
 
 def node_s(costs: OperatorCosts, node: fx.Node) -> float:
-    """Return the seconds of a node that computes; 0 for other nodes."""
-    # Views and waits cost no device time; Python functions cannot be measured without their arguments.
+    """Return the seconds of an operator that computes; 0 for views, collectives, waits and Python functions."""
     if not is_compute(node) or not isinstance(node.target, OPERATOR):
         return 0.0
     args, kwargs = fx.node.map_arg(
@@ -146,13 +141,13 @@ def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def measure_operator(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """Measure the seconds of an operator on synthetic tensors: normal values, zero indices."""
+    """Measure the seconds of an operator on synthetic tensors; estimate them if it does not accept these."""
 
     def synthesize(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return concrete_size(value) if isinstance(value, torch.SymInt) else value
         sizes, strides = _layout(value)
-        # Allocate all memory that the strides span, including gaps and overlaps: layout affects speed.
+        # Keep the strides, because they affect speed.
         length = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else 0
         flat = torch.zeros(max(length, 0), dtype=value.dtype, device=value.device)
         if value.dtype.is_floating_point:
@@ -174,21 +169,21 @@ def measure_operator(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     with torch.random.fork_rng(enabled=draws):
         try:
             seconds = run_outside_capture(run, device)
-        except (RuntimeError, IndexError, TypeError, ValueError):  # does not accept synthetic inputs
+        except (RuntimeError, IndexError, TypeError, ValueError):
             moved = sum(concrete_size(value.numel()) * value.element_size() for value in tensors)
             return _LAUNCH_S + moved / _BYTES_PER_S
     return statistics.median_low(seconds)  # disturbances only increase times
 
 
 def run_outside_capture(call: Callable[[], T], device: torch.device) -> T:
-    """Call a function eagerly during a graph capture."""
+    """Call a function eagerly during a graph capture, without gradients, and return its result."""
 
     def run() -> T:
         with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return call()
 
-    # A new thread has no dispatch modes. (With the capture's Python dispatcher active, a collective would hold the GIL
-    # while it waits, and deadlock with its process group's thread.)
+    # A new thread has no dispatch modes. With the capture's Python dispatcher a collective would hold the GIL while it
+    # waits, and deadlock with its process group's thread.
     helper = WorkerThread("fusedmoe-measure")
     return helper.result(helper.submit(run))
 
@@ -204,7 +199,6 @@ def time_call(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def measured_sizes(largest: float) -> list[int]:
-    """Return sizes 1 KB·2^i in bytes, up to the first of at least `largest`."""
     sizes = [FIRST_BYTES]
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
@@ -214,9 +208,12 @@ def measured_sizes(largest: float) -> list[int]:
 def all_to_all_times(
     graph_ranks: GraphRanks, all_to_alls: Sequence[fx.Node], device: torch.device, facts: dict[str, Any]
 ) -> CollectiveTimes:
-    """Return the cached or measured costs of the first all-to-all's process group. Collective.
+    """Return the costs of all-to-alls in the group of `all_to_alls[0]`, from the cache or measured. Collective.
 
-    `facts`: everything the seconds depend on besides the group.
+    Args:
+        graph_ranks: ranks that run the graph; they use the leader's cache.
+        all_to_alls: nodes of the graph; the largest input determines the sizes to measure.
+        facts: key of the cache entry, to which the group's size and backend are added.
     """
     group = resolve_group(group_of(all_to_alls[0]))
     facts = facts | {"group": {"size": dist.get_world_size(group), "backend": dist.get_backend(group)}}
@@ -236,7 +233,7 @@ def all_to_all_times(
 def measure_all_to_alls(
     group: Any, device: torch.device, sizes: Sequence[int], wait: Callable[[dist.Work], None]
 ) -> list[float]:
-    """Measure the slowest rank's seconds of all-to-alls of these sizes in bytes. Collective over the group."""
+    """Return the slowest rank's median seconds of an all-to-all of each size in bytes. Collective over the group."""
     count = dist.get_world_size(group)
     medians_s = []
     for size in sizes:
@@ -246,15 +243,14 @@ def measure_all_to_alls(
         def run(data: torch.Tensor = data, out: torch.Tensor = out) -> None:
             wait(dist.all_to_all_single(out, data, group=group, async_op=True))
 
-        run()  # the first message establishes connections
+        run()
         medians_s.append(statistics.median(time_call(run, device) for _ in range(_REPEATS)))
-    # All ranks must plan with equal numbers.
     slowest = torch.tensor(medians_s, dtype=torch.float64, device=device)
     wait(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True))
     return slowest.tolist()
 
 
 def load_numbers(path: Path) -> dict[str, float]:
-    """Load numbers written by `MeasuredCosts.save`; {} if unreadable."""
+    """Load numbers from a cache file; {} if it is missing or unreadable."""
     found: dict[str, float] = json.loads(read_cache_file(path) or "{}")
     return found

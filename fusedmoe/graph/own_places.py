@@ -1,8 +1,8 @@
 """First-step check of `own_places=True`: verifies on real data that expert buffer slots are exclusive to one token.
 
 Micro-batches of tokens may pass through the experts separately only if each slot of an expert's buffer has at most one
-token, which alone reads it back (Lancet §5.2). The first step therefore runs the graph as captured and returns its
-results. In addition it computes each layer's rows in chunks from the same inputs:
+token, which alone reads it back (Lancet §5.2). The first step runs the graph as captured and returns its results, and
+also computes each layer's rows in chunks from the same inputs:
 
     x_SM, send_SP ── rows_PM = send_SPᵀ·x_SM ── all-to-all, experts, all-to-all ── y_SM = weight_SP·rows_PM
               └─────── rows of each chunk's tokens ── the same, of these rows alone ── y_SM again, chunk by chunk
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from fusedmoe.graph.axes import Axis, Rows, shape_of
-from fusedmoe.graph.chunk_rows import ChunkRows, Operation, assemble_rows, check_slots, row_operation
+from fusedmoe.graph.chunk_rows import IndexedRows, Operation, assemble_rows, check_slots, row_operation
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import describe, is_all_to_all, is_view, name_of
 from fusedmoe.graph.rewriting import RangeSplit, join_chunks, make_node_caller, plain_call, slice_chunk
@@ -36,13 +36,19 @@ _CURE = (
 
 
 class OwnPlacesCheck:
-    """First run of a captured pass whose rows run in chunks: the captured graph plus a comparison per layer.
+    """First run of a captured pass: checks that its expert rows may be computed in chunks (`own_places=True`).
+
+    Runs the graph as captured and returns its results. In addition it computes each layer's rows in chunks,
+    from the same inputs. Required: equal rows up to rounding; zeros in unused slots that other instructions
+    read; and the same gradients up to rounding if the values saved in unused slots are replaced by zeros.
 
     Args:
-        module: the pass before its ranges are rewritten.
-        ranges: per range with rows: last instruction, split, number of chunks.
+        module: the captured pass, before its ranges are rewritten into chunks.
+        ranges: for each range with expert rows: its last instruction, how it is split, and the number of
+            chunks.
         results: number of leading graph outputs not saved for backward; None: all.
-        graph_ranks: ranks that run the graph; they agree on the findings.
+        graph_ranks: ranks that run the graph. If a check fails on any of them, all raise
+            (`GraphRanks.raise_findings`).
     """
 
     def __init__(
@@ -57,28 +63,29 @@ class OwnPlacesCheck:
         self._outputs: Any = next(iter(reversed(module.graph.nodes))).args[0]
         self._num_unsaved_outputs = len(self._outputs) if results is None else results
         self._zeroed: dict[int, fx.Node] = {}  # output index -> rows with unused slots zeroed
-        # Summing n values in another order moves a result by a few ulps times √n. A row or gradient that differs in
-        # more than half of its digits is wrong: tolerance √ε of the least precise dtype, 0.03% in float32, 9% in
-        # bfloat16.
-        self._tolerance = max(_epsilon(split) for _, split, _ in ranges) ** 0.5
+        # Another order of summation changes a result by a few ulps; a result that differs in more than half of its
+        # digits is wrong. √ε of the least precise dtype is 0.03% in float32 and 9% in bfloat16.
+        self._tolerance = max(_max_machine_epsilon(split) for _, split, _ in ranges) ** 0.5
         self._module: fx.GraphModule | None = self._with_comparisons(module, ranges)
         self._is_complete = False
-        self._backward: Callable[..., list[str]] | None = None  # finds gradients that differ
+        self._backward: Callable[..., list[str]] | None = None
 
     def register_backward(self, backward: CapturedBackward, run: Callable[[list[Any]], Any]) -> None:
         self._backward = partial(backward.find_differences, run)
 
     def run_check_before(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Return a function that runs the check until it is complete, and `run` afterwards."""
-        # Most backward passes are compiled at the first backward; the second step then completes the check.
+        """Return a function that runs the check until it is complete, and `run` afterwards.
+
+        If backward is compiled after the first forward and reads unused slots, the second step completes the check.
+        """
         return lambda args: run(args) if self._is_complete else self._run_check(args)
 
     def _run_check(self, args: list[Any]) -> Any:
-        """Run the pass as captured. Raises `RankError` on all ranks if rows differ on any."""
+        """Run the pass as captured and return its outputs. Raises on all ranks if a comparison fails on any."""
         self._findings.clear()
         assert self._module is not None
         outputs, zeroed = self._graph_ranks.run_guarded(partial(self._module.forward, *args), _OPERATION)
-        args.clear()  # like any compiled pass: inputs are freed as soon as they are used
+        args.clear()
         # Agree before the comparison below, whose collectives need all ranks.
         self._graph_ranks.raise_findings(_OPERATION, self._findings, _CURE)
         if self._backward is not None and self._zeroed:
@@ -86,7 +93,6 @@ class OwnPlacesCheck:
             compare = partial(self._backward, outputs, replaced, self._tolerance)
             self._findings.extend(self._graph_ranks.run_guarded(compare, _OPERATION))
             self._graph_ranks.raise_findings(_OPERATION, self._findings, _CURE)
-        # Backward, compiled after the first forward, must also be compared if it reads unused slots.
         self._is_complete = self._backward is not None or not self._zeroed
         if self._is_complete:
             self._backward = self._module = None
@@ -95,16 +101,15 @@ class OwnPlacesCheck:
     def _with_comparisons(
         self, module: fx.GraphModule, ranges: Sequence[tuple[fx.Node, RangeSplit, int]]
     ) -> fx.GraphModule:
-        """Return the captured graph with comparisons to each range's rows computed in chunks.
+        """Return the captured graph with comparisons to rows computed in chunks.
 
-        Its outputs are the graph's outputs, and the rows in `_zeroed` with zeros in unused slots.
+        It outputs the captured outputs, and the outputs in `_zeroed` with zeros in unused slots.
         """
         check_graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         outputs = check_graph.graph_copy(module.graph, copies)
         # Compare layer by layer from the same inputs: rounding before a gate may select another expert.
         for last, split, count in ranges:
-            # Directly after the range: frees the compared tensors before the next range.
             with check_graph.inserting_before(copies[last].next):
                 chunks = self._rows_in_chunks(check_graph, split, count, copies)
                 for node, op_split in split.split.items():
@@ -126,10 +131,9 @@ class OwnPlacesCheck:
     def _rows_in_chunks(
         self, check_graph: fx.Graph, split: RangeSplit, count: int, copies: Mapping[fx.Node, fx.Node]
     ) -> dict[fx.Node, list[fx.Node]]:
-        """Add nodes to `check_graph` that compute a range's expert rows again, in `count` chunks.
+        """Add nodes to `check_graph` that compute a range's rows in `count` chunks; return them by captured node.
 
-        Their inputs are the values that the captured graph computed; `copies` maps its nodes to those in `check_graph`.
-        Returns the chunk nodes of each original node.
+        `copies` maps nodes of the captured graph to nodes of `check_graph`.
         """
         call = make_node_caller(check_graph)
         chunks: dict[fx.Node, list[fx.Node]] = {}
@@ -156,16 +160,16 @@ class OwnPlacesCheck:
         return chunks
 
     def _make_row_comparison(self, node: fx.Node, axis: Axis) -> Operation:
-        """Return a function that compares captured rows of tokens with rows computed in chunks."""
+        """Return a function that compares captured rows of tokens with rows computed in chunks and records findings."""
         text, tolerance = describe(node), self._tolerance
 
         def same_rows(captured: Tensor, *chunks: Tensor) -> None:
             rows_SM = captured.flatten(0, -2).double()
             distance_S = (rows_SM - join_chunks(plain_call, chunks, captured, axis).flatten(0, -2).double()).norm(dim=1)
             size_S = rows_SM.norm(dim=1)
-            finite_S = size_S.isfinite()  # non-finite rows are not comparable
+            finite_S = size_S.isfinite()
             usual = size_S[finite_S].square().mean().sqrt() if finite_S.any() else 0.0
-            # Relative to the row's norm plus the usual norm, since its terms may cancel.
+            # Includes the usual norm, because the terms of a row may cancel.
             wrong_S = finite_S & ~(distance_S <= tolerance * (size_S + usual))
             if wrong_S.any():
                 token = int(wrong_S.nonzero()[0])
@@ -179,9 +183,9 @@ class OwnPlacesCheck:
     def _add_reader_comparisons(
         self, check_graph: fx.Graph, node: fx.Node, captured: fx.Node, zeroed: fx.Node, readers: Iterable[fx.Node]
     ) -> None:
-        """Check that outside readers of a layer's rows find zeros in unused slots; record rows saved for backward.
+        """Add checks that readers outside the range find zeros in unused slots; record outputs saved for backward.
 
-        `captured`, `zeroed`: the node's rows in `check_graph`, as captured and with zeros in unused slots.
+        `captured` and `zeroed` are the rows of `node` as captured, and with zeros in unused slots.
         """
         for reader in readers:
             if reader.op == "output":
@@ -210,18 +214,18 @@ _COPIES = frozenset({"clone", "reshape", "_unsafe_view"})
 
 
 def _zero_unused_slots(node: fx.Node, rows: Rows) -> Operation:
-    """Return a function of all rows and each chunk's rows: all rows, with zeros in slots that no chunk fills."""
+    """Return a function that sets the rows to zero in the slots that no chunk fills."""
     whole = assemble_rows(node, rows)
 
-    def zero_unused_slots(captured: Tensor, *chunks: ChunkRows) -> Tensor:
-        # A slot is used if a chunk has it, whatever its values: a token's row may be all zeros.
+    def zero_unused_slots(captured: Tensor, *chunks: IndexedRows) -> Tensor:
+        # Ones instead of values: a token's row may be all zeros.
         taken = whole(*(chunk._replace(values_NF=torch.ones_like(chunk.values_NF)) for chunk in chunks))
         return torch.where(taken != 0, captured, torch.zeros_like(captured))
 
     return zero_unused_slots
 
 
-def _epsilon(split: RangeSplit) -> float:
+def _max_machine_epsilon(split: RangeSplit) -> float:
     nodes = {
         one for node, op_split in split.split.items() if op_split.has_rows for one in (node, *node.all_input_nodes)
     }
@@ -230,10 +234,7 @@ def _epsilon(split: RangeSplit) -> float:
 
 
 class CapturedBackward:
-    """A captured backward pass, to be run with synthetic output gradients.
-
-    `saved`: names of forward outputs that are inputs of backward.
-    """
+    """A captured backward pass, run with synthetic output gradients. `saved` has the names of the forward outputs."""
 
     def __init__(self, graph: fx.Graph, saved: Sequence[str]) -> None:
         self._saved = saved
@@ -248,9 +249,14 @@ class CapturedBackward:
         replaced: Mapping[int, Tensor],
         tolerance: float,
     ) -> list[str]:
-        """Return a message on the first gradient that changes if forward outputs are replaced; [] if none. Collective.
+        """Return a message on the first gradient that changes if forward outputs are replaced. Collective.
 
-        `run`: the compiled pass. `tolerance`: relative to a gradient's norm.
+        Returns [] if none changes, or if an input has a symbolic size.
+
+        Args:
+            run: the compiled backward pass.
+            replaced: index of a forward output -> its replacement.
+            tolerance: relative to a gradient's norm.
         """
         captured = dict(zip(self._saved, forward_outputs, strict=True))
         zeroed = captured | {self._saved[index]: tensor for index, tensor in replaced.items()}

@@ -1,6 +1,6 @@
 """Planning of a captured pass: the first rank decides and caches its decisions on disk; all ranks apply them.
 
-Weight gradients are assigned to all-to-alls and the instructions reordered; then ranges are split into micro-batches.
+Weight gradients are assigned to all-to-alls and the instructions reordered. Then ranges are split into micro-batches.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class AllToAllReport:
     """One all-to-all of a pass.
 
     Attributes:
-        name, size: node that starts it, and its bytes.
+        name, size: name of the starting node, and bytes.
         seconds: predicted duration without contention.
-        overlapped_s: predicted seconds of computation between its start and its wait, including weight gradients.
+        overlapped_s: predicted seconds of computation between start and wait, including weight gradients.
         weights: overlapped weight gradients, each as the names of its instructions joined by " + ".
     """
 
@@ -68,12 +68,11 @@ class PassReport:
 
     Attributes:
         phase: "forward", "backward", or "inference".
-        collectives: all-to-alls, in order. An all-to-all inside a range has its unchunked duration and no overlapped
-            time.
-        ranges: instructions that run in chunks.
+        collectives: all-to-alls, in order. Inside a range, `seconds` is without chunks and `overlapped_s` is 0.
+        ranges: ranges that run in chunks.
         leftover: weight gradients not overlapped with any all-to-all.
-        seconds, planning_s: predicted duration of the pass; seconds spent on planning.
-        cached: the plan was loaded from disk.
+        seconds, planning_s: predicted duration of the pass, and seconds spent on planning.
+        cached: whether the plan was loaded from disk.
         order: names of the instructions in execution order.
     """
 
@@ -89,7 +88,7 @@ class PassReport:
 
     @property
     def hidden_s(self) -> float:
-        """Predicted seconds of all-to-alls hidden by computation, within and outside of ranges."""
+        """Return the predicted seconds of all-to-alls hidden by computation, within and outside of ranges."""
         within_s = sum(max(0.0, one.whole_s - one.seconds) for one in self.ranges)
         return sum(one.hidden_s for one in self.collectives) + within_s
 
@@ -134,10 +133,10 @@ def plan_pass(
 
     Args:
         gradients: outputs of the graph that are gradients of parameters.
-        given_costs: costs to use instead of measured ones.
-        results: number of leading outputs not saved for backward; None: all.
+        given_costs: costs to use instead of measured costs.
+        results: number of leading outputs that are not saved for backward; None: all.
     Returns:
-        the report, and the check to run first if tokens pass through layers in chunks.
+        The report, and the check of the first run if rows run in chunks.
     """
     graph = module.graph
     instructions = Instructions(graph)
@@ -145,13 +144,11 @@ def plan_pass(
     all_to_alls = list(filter(is_all_to_all, starts))
     graph_ranks = GraphRanks(list(dict.fromkeys(map(group_of, starts))), settings.timeout_s)
     structure, sizes = _descriptions(instructions)
-    # Ranks may have different sizes (as in a last batch) but need the same collectives, or they would hang.
     graph_ranks.require_same(structure)
-    # A plan's chunks follow the first rank's sizes, so split only if sizes are equal.
+    # Sizes may differ between ranks, as in a last batch. Then nothing is split: chunks follow the first rank's sizes.
     same_sizes = len(set(graph_ranks.all_gather(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
     path, costs, cached_text = None, given_costs, ""
     if given_costs is None:
-        # Costs depend on the machine and on the placement of ranks: both are part of the cache key.
         device = all_to_alls[0].meta["val"].device
         hosts = graph_ranks.all_gather(socket.gethostname())
         facts = machine_facts(Topology(), device, torch.float32)
@@ -159,7 +156,6 @@ def plan_pass(
         facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
         own = cache_dir() / f"operators-{fingerprint(facts)}.json"
         costs = MeasuredCosts(points, graph_ranks.broadcast_decision(lambda: load_numbers(own)), own)
-        # The key must cover everything the plan depends on, or jobs that differ in it would share a plan.
         facts |= {"settings": asdict(settings), "alike": same_sizes, "phase": phase, "graph": sizes}
         facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
@@ -195,14 +191,12 @@ def plan_pass(
             # The first run requests costs that no rank has measured yet; the second decides with agreed costs.
             _measure_together(graph_ranks, costs, decide)
             plan |= graph_ranks.broadcast_decision(decide)
-            # Only the first rank reads the cache in the next job.
             if path is not None and graph_ranks.is_leader:
                 assert isinstance(costs, MeasuredCosts)
                 costs.save()
                 write_or_warn(path, json.dumps(plan), "what was planned")
     report = _report(old, instructions, phase, plan, base_order.units, units_of_start)
     chosen = [InstructionRange(*(planned[key] for key in InstructionRange._fields)) for planned in plan["ranges"]]
-    # Before rewriting: the check runs the captured graph.
     splits = [(instructions.nodes[one.stop - 1], one.split(instructions), one.chunks) for one in chosen]
     by_rows = [one for one in splits if any(op_split.has_rows for op_split in one[1].split.values())]
     check = OwnPlacesCheck(module, by_rows, results, graph_ranks) if by_rows else None
@@ -219,7 +213,7 @@ def _return_zero(*_: Any) -> float:
 
 
 def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callable[[], Any]) -> None:
-    """Call `run`, which requests operator costs, on all ranks; then merge their measurements. Collective."""
+    """Call `run`, which requests costs, and merge all ranks' measurements; do nothing with given costs. Collective."""
     if isinstance(costs, MeasuredCosts):
         graph_ranks.run_guarded(run)
         costs.merge([json.loads(text) for text in graph_ranks.all_gather(json.dumps(costs.unshared))])
@@ -266,9 +260,8 @@ def _decide_ranges(
 ) -> dict[str, Any]:
     """Choose the ranges to run in chunks.
 
-    Returns a JSON-serializable dict: "ranges" (of `select_ranges`, each with its report), "collectives" (start position
-    of each all-to-all -> its predicted seconds, and the seconds overlapped outside of ranges), and "seconds" (predicted
-    duration of the pass).
+    Returns a JSON-serializable dict: "ranges" from `select_ranges`; "collectives", the predicted and overlapped seconds
+    of each all-to-all by position; and "seconds", the predicted duration of the pass.
     """
     ranges = select_ranges(instructions, seconds, hidden_s, costs, settings, show, split_cache)
     inside = {position for one, _ in ranges for position in range(one.start, one.stop)}
@@ -307,10 +300,10 @@ def _report(
 
 
 def _descriptions(instructions: Instructions) -> tuple[str, str]:
-    """Return two texts: the operators and dependencies of the graph; and its operators with arguments and sizes."""
+    """Return descriptions of a graph's operators: with their dependencies, and with their arguments and sizes."""
     structure, sizes = [], []
     for index, node in enumerate(instructions.nodes):
-        # Python functions by name: their repr has an address, which differs between processes.
+        # The repr of a Python function has an address, which differs between processes.
         called = node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
         needs = [
             str(instructions.position[one]) if one in instructions.position else "input" for one in node.all_input_nodes

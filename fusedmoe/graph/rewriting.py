@@ -1,8 +1,8 @@
 """Rewriting of a range of a pass into chunks, and its predicted seconds.
 
-Values are cut along an axis, computed chunk by chunk, and joined again. A stage is everything computable without
-another all-to-all. Chunks run stage by stage: each chunk's all-to-all starts as soon as its stage is computed, and
-overlaps with the following chunks.
+Values are cut along an axis, computed chunk by chunk, and joined again. A stage is the computation up to the next
+all-to-all. Chunks run stage by stage: each chunk's all-to-all starts as soon as its stage is computed, and overlaps
+with the following chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RESHAPES = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "ate
 
 
 class RangeSplit(NamedTuple):
-    """Split of a range: instructions that run whole before the chunks, that run in chunks, and that run whole after."""
+    """Instructions of a range that run whole before the chunks, in chunks, and whole after them."""
 
     before: tuple[fx.Node, ...]
     split: dict[fx.Node, OperatorSplit]
@@ -52,8 +52,8 @@ class InstructionRange(NamedTuple):
     """Instructions [start, stop) to run in chunks.
 
     Attributes:
-        axes: per split instruction: its position from `start`, the fields of its `Axis` or `Rows`, and
-            `OperatorSplit.token_outer`.
+        axes: for each split instruction its position, the fields of its `Axis` or `Rows`, and
+            `OperatorSplit.token_outer`. Positions count from `start`.
         before: positions of the instructions that run whole before the chunks.
     """
 
@@ -64,7 +64,6 @@ class InstructionRange(NamedTuple):
     before: tuple[int, ...]
 
     def split(self, instructions: Instructions) -> RangeSplit:
-        """Return the split for the instructions in the graph's current order."""
         nodes = instructions.nodes[self.start : self.stop]
         op_splits = {}
         for position, fields, token_outer in self.axes:
@@ -79,7 +78,13 @@ class InstructionRange(NamedTuple):
 
 
 def slice_chunk(call: Call, whole: Any, shape: Sequence[int], axis: Axis, chunk: int, chunks: int) -> Any:
-    """Return one chunk of a tensor with this shape; a view if chunks are consecutive."""
+    """Return chunk number `chunk` of `chunks` along an axis; a view if the axis has consecutive chunks (`outer` is 1).
+
+    Args:
+        call: adds an operator to the graph, or executes it.
+        whole: the tensor, or the node that computes it.
+        shape: shape of `whole`.
+    """
     dim, outer = axis
     if outer == 1:
         size = shape[dim] // chunks
@@ -94,7 +99,7 @@ def join_chunks(call: Call, values: Sequence[Any], like: torch.Tensor, axis: Axi
     """Assemble chunks into a tensor with the shape and strides of `like`."""
     dim, outer = axis
     shape, chunks = [int(size) for size in like.shape], len(values)
-    # Strides are part of the captured graph: later views rely on them.
+    # Later views rely on the captured strides.
     order = _layout(like)
     moved = order != list(range(len(shape)))
     if outer == 1:
@@ -123,8 +128,8 @@ def run_chunk(
     """Run one chunk of an instruction that is split along axes.
 
     Args:
-        value: (input, axis) -> the input's chunk along the axis, or the whole for None.
-        before: previous chunk of `carry_source`; None for the first.
+        value: returns the chunk of an input along an axis, or the whole input for None.
+        before: previous chunk of `carry_source(node)`; None for the first chunk.
     """
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, op_split.inputs[one]))
     target = node.target
@@ -144,17 +149,15 @@ def run_chunk(
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
-            # Collectives send memory in storage order.
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
     chunk = call(target, args, kwargs)
     if not op_split.needs_previous or before is None:
         return chunk
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
-    if name == "aten::constant_pad_nd":  # the chunk's first row is the previous chunk's last one instead of zeros
+    if name == "aten::constant_pad_nd":  # the first row is the previous chunk's last one
         rest = call(_aten.slice.Tensor, (chunk, axis.dim, 1, last + 1), {})
         return call(_aten.cat.default, ([so_far, rest], axis.dim), {})
-    # A running sum continues from the previous chunk's last sum.
     return call(_aten.add.Tensor, (chunk, so_far), {})
 
 
@@ -166,10 +169,7 @@ def carry_source(node: fx.Node) -> fx.Node:
 def _chunk_arguments(
     node: fx.Node, op_split: OperatorSplit, args: tuple[Any, ...], size: int
 ) -> tuple[Any, ...] | None:
-    """Return the arguments of a slice or split for one chunk, of length `size` along `op_split.axis`.
-
-    None if the input is chunked along the same axis: the arguments remain valid.
-    """
+    """Return the arguments of a slice or split for a chunk of length `size`; None if the arguments remain valid."""
     (given,) = op_split.inputs.values()
     if given == op_split.axis:
         return None
@@ -181,7 +181,7 @@ def _chunk_arguments(
 
 
 def view_source(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
-    """Return the split instruction of which `node` is a view; None: join `node` from its chunks."""
+    """Return the split instruction of which `node` is a view; None if `node` must be joined from its chunks."""
     sources = [one for one in node.all_input_nodes if one in split]
     if len(sources) != 1 or not is_view(node):
         return None
@@ -215,7 +215,7 @@ def make_node_caller(graph: fx.Graph) -> Call:
 
 
 def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
-    """Return a chunk's fake value; for rows, whose count is unknown, the whole tensor's."""
+    """Return the fake value of a chunk; for rows, whose number is unknown, that of the whole tensor."""
     like = node.meta["val"]
     if isinstance(axis, Rows):
         return like
@@ -224,7 +224,7 @@ def chunk_like(node: fx.Node, axis: Axis | Rows, chunks: int) -> Any:
 
 
 def _layout(like: torch.Tensor) -> list[int]:
-    """Return the dimensions in memory order; unchanged for a tensor with gaps or overlaps."""
+    """Return the dimensions in memory order; in index order for a tensor with gaps or overlaps."""
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
     step = 1
@@ -236,7 +236,7 @@ def _layout(like: torch.Tensor) -> list[int]:
 
 
 def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
-    """Return the stage of each split instruction: the number of all-to-alls it depends on."""
+    """Return the stage of each split instruction: how many all-to-alls precede it in sequence."""
     stages: dict[fx.Node, int] = {}
     for node in split.split:
         behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
@@ -245,10 +245,7 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
 
 
 def partition_early(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Divide `split.before` into dependencies of split instructions, and loose instructions.
-
-    Loose instructions run after the first stage, while the first chunks' rows are sent.
-    """
+    """Divide `split.before` into instructions needed first and loose ones, which overlap with the first all-to-alls."""
     early = set(split.before)
     needed: set[fx.Node] = set()
     # Ordered instructions stay before, and so does everything that may read memory they changed.
@@ -351,10 +348,7 @@ def pipeline_s(
     costs: OperatorCosts,
     cache: dict[Any, tuple[Any, float]],
 ) -> float:
-    """Predict the seconds of a range in chunks by simulation: Lancet's P(i, n, k).
-
-    `cache`: fake values and seconds of chunks, including cuts of inputs.
-    """
+    """Predict the seconds of a range in chunks by simulation: Lancet's P(i, n, k). `cache` is shared by all ranges."""
     mode = next(source.meta["val"] for source in nodes if isinstance(source.meta.get("val"), torch.Tensor)).fake_mode
     plain = fake_call(mode)
     total_s = 0.0
@@ -367,7 +361,7 @@ def pipeline_s(
             total_s += costs.operator_s(target, args, kwargs)
         return result
 
-    # Equal chunks: cost the first for all. Values are fake; nothing is computed.
+    # All chunks cost as much as the first one. Values are fake.
     stages = stages_of(split)
     compute_s = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
     comm_s: dict[int, float] = {}
@@ -437,7 +431,7 @@ def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
 def stage_plan(
     compute_s: dict[int, float], comm_s: dict[int, float], loose_s: float, chunks: int
 ) -> tuple[Plan, dict[Task, float]]:
-    """Return a range as a plan: a chunk of stage s computes `compute_s[s]` and sends `comm_s[s]` seconds."""
+    """Return the plan of a range and its tasks' seconds, given those per stage and of the loose instructions."""
     order: dict[str, list[Task]] = {"compute": [], "inter": []}
     after: dict[Task, tuple[Task, ...]] = {}
     durations_s: dict[Task, float] = {}

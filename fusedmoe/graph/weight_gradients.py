@@ -1,6 +1,6 @@
 """Overlap of weight gradients with all-to-alls, and the instruction order of a whole pass (Lancet §4).
 
-Before it waits for a collective, a pass runs instructions independent of it, then the weight gradients assigned to it.
+Before a pass waits for an all-to-all, it runs independent instructions and the weight gradients assigned to it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class BaseOrder:
     """Order of a pass without its weight gradients.
 
     Attributes:
-        units: weight gradients as sets of instructions that run together, with no other instruction in between.
-        rest: weight gradients in no unit, and the dependents of their collectives; they run last.
+        units: weight gradients, as sets of instructions that run consecutively.
+        rest: set of the units' dependents that are in no unit, such as the gradients' all-reduce.
         order: all other instructions; −1 − i marks the position before the first wait for collective `starts[i]`.
-        overlap_s: per start, seconds of computation that overlaps with its collective, without weight gradients.
-        run_before_wait: per start, the set of instructions that run before its wait.
+        overlap_s: for each start, seconds of computation that overlap with its collective, without weight gradients.
+        run_before_wait: for each start, the set of instructions that run before its wait.
     """
 
     units: list[int]
@@ -40,8 +40,6 @@ class BaseOrder:
 
 def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list[int]:
     """Group weight gradients into units: connected instructions that depend on the same all-to-alls."""
-    # The instructions of a unit have the same all-to-alls before and after them and no other dependencies in between:
-    # they can run as one, wherever any of them can.
     free = instructions.weight_gradients(gradients)
     collectives = union(1 << start for start in instructions.starts if is_all_to_all(instructions.nodes[start]))
     seen = 0
@@ -59,7 +57,6 @@ def units_of(instructions: Instructions, gradients: Collection[fx.Node]) -> list
             unit |= 1 << index
             near = [*instructions.nodes[index].all_input_nodes, *instructions.nodes[index].users]
             ends += [instructions.position[node] for node in near if node in instructions.position]
-        # Units of views only hide nothing; they run where they are needed.
         if any(map(is_compute, instructions.nodes_of(unit))):
             units.append(unit)
     return units
@@ -71,7 +68,6 @@ def base_order_of(
     """Order a pass without weight gradients: collectives start as early and are waited for as late as possible."""
     units = units_of(instructions, gradients)
     inside = union(units)
-    # Dependents of weight gradients that are no weight gradients (their all-reduce).
     base_order = BaseOrder(units, union(instructions.descendants[index] for index in set_bits(inside)) & ~inside)
     later = inside | base_order.rest
     done = 0
@@ -82,7 +78,7 @@ def base_order_of(
         for index in set_bits(indices & ~done):
             base_order.order.append(index)
             done |= 1 << index
-            # Collectives of a link run one by one: computation now hides the oldest pending one.
+            # A link runs one collective at a time: computation hides the oldest pending one.
             if pending and is_compute(instructions.nodes[index]):
                 base_order.overlap_s[pending[0]] += seconds(instructions.nodes[index])
 
@@ -91,7 +87,7 @@ def base_order_of(
         return union(instructions.descendants[wait] | 1 << wait for wait in waits)
 
     def run_late(indices: int) -> None:
-        """Append these instructions to the order, each wait after all instructions that do not need it."""
+        """Run these instructions, each wait after all instructions that do not need it."""
         while True:
             run(indices & ~after_pending())
             # A wait ends the overlap of its collective: first wait for the oldest needed one.
@@ -120,7 +116,7 @@ def base_order_of(
 def exposed_gaps(
     instructions: Instructions, base_order: BaseOrder, comm_s: Callable[[fx.Node], float]
 ) -> tuple[list[int], list[Gap]]:
-    """Return the all-to-alls with waits and, for each, its seconds not hidden yet and the units that may hide them."""
+    """Return the starts of all-to-alls and, for each, its seconds not hidden yet and the units that may hide them."""
     nodes = instructions.nodes
     collectives = union(1 << start | waits for start, waits in instructions.waits.items())
     starts = [
@@ -141,7 +137,7 @@ def exposed_gaps(
 
 
 def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> GapAssignment:
-    """Assign each unit of weight gradients to an all-to-all: optimal with OR-Tools for few choices, else greedy."""
+    """Assign units of weight gradients to all-to-alls: optimally for few choices with OR-Tools, else greedily."""
     placed = place_greedily(gaps, seconds)
     if 0 < sum(len(gap.allowed) for gap in gaps) <= _MAX_EXACT:
         with suppress(ConfigError):  # without OR-Tools, keep the greedy placement
@@ -150,7 +146,7 @@ def assign_units(gaps: Sequence[Gap], seconds: Sequence[float]) -> GapAssignment
 
 
 def full_order(instructions: Instructions, base_order: BaseOrder, units_of_start: dict[int, list[int]]) -> list[int]:
-    """Return the order of the whole pass. `units_of_start`: overlapped units; other units run last."""
+    """Return the order of the whole pass. `units_of_start` has the units that run before each wait; others run last."""
     done, order = 0, []
 
     def run(indices: int) -> None:
@@ -175,7 +171,6 @@ def full_order(instructions: Instructions, base_order: BaseOrder, units_of_start
         for unit in sorted(units_of_start.get(instructions.starts[-1 - index], ()), key=base_order.units.__getitem__):
             run(base_order.units[unit])
         start_ready()
-    # At the end, units without an all-to-all delay no other instruction.
     run(union(base_order.units) & ~done)
     start_ready()
     run((1 << len(instructions.nodes)) - 1)

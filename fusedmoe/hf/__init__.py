@@ -5,15 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1", experts_implementation="fusedmoe")
 
 The import registers "fusedmoe" in transformers' registries of expert implementations and of expert parallelism
-(`DistributedConfig(ep_size=…, ep_implementation="fusedmoe")`). `apply(model)` selects it for an existing model and
-reports obstacles. Parameters are unchanged: checkpoints, LoRA, optimizers and `Trainer` work as before.
-`Trainer(…, callbacks=[MetricsCallback()])` logs routing metrics.
-
-With expert parallelism, `apply(model, schedule="auto")` or `ep_implementation="fusedmoe-auto"` overlaps communication
-with computation. `Trainer(…, callbacks=[PlanTuningCallback()])` measures plans during training.
-
-`experts_forward` (`module_experts.py`) checks inputs, sorts tokens by expert and calls `compute_experts`. With expert
-parallelism `ExpertParallel` (`expert_parallel.py`) dispatches the tokens in between.
+(`DistributedConfig(ep_size=…, ep_implementation="fusedmoe")`), as well as "fusedmoe-auto" and the names of other
+schedules, which overlap communication with computation. `apply(model)` selects the implementation for an existing
+model. Parameters are unchanged: checkpoints, LoRA, optimizers and `Trainer` work as before.
 """
 
 from __future__ import annotations
@@ -39,13 +33,7 @@ from fusedmoe.hf.set_experts import apply
 from fusedmoe.kernels.derivatives import count_flops
 from fusedmoe.schedule.policies import layer_policies
 
-__all__ = [
-    "MetricsCallback",
-    "PlanTuningCallback",
-    "apply",
-    "mask_padding",
-    "pipeline",
-]
+__all__ = ["MetricsCallback", "PlanTuningCallback", "apply", "mask_padding", "pipeline"]
 
 count_flops()
 replace_activation(partial(factor_activation, is_fused=is_fused))

@@ -1,7 +1,4 @@
-"""`python -m fusedmoe.hf` prints a table of the installed transformers' expert classes and their computation.
-
-docs/guides/hugging-face.md contains this table. Tests compare each class with transformers' own implementation.
-"""
+"""`python -m fusedmoe.hf` prints a table of the installed transformers' expert classes and their computation."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def expert_classes() -> list[tuple[str, str]]:
     assert transformers.__file__ is not None
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        # Most of these modules take seconds to import.
+        # Parsed instead of imported, which takes seconds for most modules.
         for node in ast.parse(text).body if "@use_experts_implementation" in text else ():
             decorators = node.decorator_list if isinstance(node, ast.ClassDef) else ()
             if any("use_experts_implementation" in ast.unparse(decorator) for decorator in decorators):
@@ -64,7 +61,6 @@ def make_experts(module: str, name: str) -> Any:
 
 
 def computation_of(experts: Any) -> str:
-    """Return the computation used for an expert module, one of `COMPUTATIONS`."""
     try:
         check_experts(experts)
     except ConfigError:

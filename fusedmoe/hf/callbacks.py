@@ -27,8 +27,8 @@ class MetricsCallback(TrainerCallback):
 
         Trainer(model, …, callbacks=[MetricsCallback()])
 
-    Metrics cover all steps since the last log and take one all-reduce per log (`logging_steps`). `state.log_history`,
-    later callbacks (including the printer), and the sinks receive them. The callbacks of `report_to` are earlier; for
+    Metrics cover all steps since the last log and take one all-reduce per log (`logging_steps`). They are added to
+    `state.log_history` and to the logs that later callbacks receive. The callbacks of `report_to` are earlier; for
     them, insert this callback first: `trainer.callback_handler.callbacks.insert(0, MetricsCallback())`.
 
     Transformers models, with any experts implementation, report "moe/max_vio", "moe/max_vio_worst", "moe/load_cv",
@@ -57,7 +57,7 @@ class MetricsCallback(TrainerCallback):
             return
         values = self._metrics.collect(self._per_layer)
         logs.update(values)
-        # The trainer has already appended a copy of the logs to its history.
+        # The history already has a copy of the logs.
         state.log_history[-1].update(values)
         if state.is_world_process_zero:
             for sink in self._sinks:
@@ -78,13 +78,13 @@ class RouterMetrics(Collector):
     def __init__(self, model: Any) -> None:
         routers = _routers(model)
         self._hooks: list[Any] = []
-        # Logits of the last router that ran, until its experts use them.
+        # Logits of the last router that ran. Its experts run next and use them.
         self._logits: Tensor | None = None
         watched = {}
         for name, experts in find_experts(model).items():
             if not hasattr(experts, "down_proj"):
                 continue
-            # With expert parallelism a DTensor over all experts.
+            # With expert parallelism a DTensor whose length is the number of all experts.
             down_proj = experts.down_proj
             counters = RoutingCounters(len(down_proj), down_proj.device)
             watched[name] = LayerCounters(counters, _expert_parallel(down_proj))
@@ -100,12 +100,11 @@ class RouterMetrics(Collector):
             raise ConfigError(
                 f"MetricsCallback: {type(model).__name__} has no experts that transformers' registry serves"
             )
-        # A single rank may have no process group.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         super().__init__(watched, Topology.from_group(dist.group.WORLD) if several else Topology())
 
     def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
-        """Collect as `Collector.collect`, without speed and losses (logged by the trainer) and drops (none occur)."""
+        """Return `Collector.collect` without speed and auxiliary loss (logged by the trainer) and drops (always 0)."""
         untold = ("tokens_per_s", "dropped", "aux_loss")
         return {key: value for key, value in super().collect(per_layer, per_expert).items() if not key.endswith(untold)}
 
@@ -121,7 +120,6 @@ class RouterMetrics(Collector):
         if not (experts.training and is_counting_tokens()):
             return
         expert_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        # A router runs directly before its experts, however they are wrapped (LoRA, activation checkpoints, hooks).
         logits_SE, self._logits = self._logits, None
         if logits_SE is not None and logits_SE.shape != (len(expert_TK), counters.experts):
             logits_SE = None
@@ -135,10 +133,7 @@ class RouterMetrics(Collector):
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Return the expert modules served by transformers' registry, by name.
-
-    Wrappers around expert modules are excluded.
-    """
+    """Return the expert modules that transformers' registry serves by name, without wrappers around them."""
     return {name: module for name, module in model.named_modules() if is_registered(module)}
 
 
@@ -147,7 +142,7 @@ def expert_inputs(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Ten
 
 
 def _routers(model: Any) -> dict[type, int]:
-    """Return router classes and the index of the logits in their outputs, as declared by the models."""
+    """Return the router classes that the models declare, and the index of the logits in their outputs."""
     routers = {}
     for module in model.modules():
         for recorder in recorders_of(module, "router_logits"):
@@ -164,13 +159,14 @@ def _expert_parallel(parameter: Tensor) -> int:
 
 
 class PlanTuningCallback(TrainerCallback):
-    """Measure plans during `Trainer`'s training and keep the fastest; see `fusedmoe.training.tune_model`.
+    """Measure plans during `Trainer`'s training and keep the fastest, with `fusedmoe.training.tune_model`.
 
         Trainer(model, …, callbacks=[PlanTuningCallback()])
 
     Does nothing without expert parallelism. Training the model again starts with the plans found before.
 
-    Args: as for `tune_model`.
+    Args:
+        given: keyword arguments of `tune_model`.
     Attributes:
         tuning: the tuner, once training with expert parallelism has begun.
     Raises:

@@ -1,4 +1,4 @@
-"""Pipelined transformers decoder blocks: attention of one micro-batch overlaps with the experts of another."""
+"""Pipelined decoder blocks of transformers' models."""
 
 from __future__ import annotations
 
@@ -34,18 +34,13 @@ FAMILIES = (
 
 
 def pipeline(
-    model: Any,
-    degrees: tuple[int, int] | None = (2, 2),
-    *,
-    policy: str | None = None,
-    recompute: bool = False,
+    model: Any, degrees: tuple[int, int] | None = (2, 2), *, policy: str | None = None, recompute: bool = False
 ) -> list[PipelinedBlocks]:
     """Pipeline a model's decoder blocks: attention of one micro-batch overlaps with the experts of another.
 
-    Spans all blocks (`fusedmoe.pipeline`). Losses and gradients equal those of sequential blocks, except that dropout
-    draws new random numbers per micro-batch. Layer schedules are inactive meanwhile. FSDP keeps all blocks' parameters
-    gathered throughout forward and throughout backward. Evaluation runs blocks sequentially with a cache (`generate`)
-    and if outputs of single blocks are requested.
+    Collective. Losses and gradients equal those of sequential blocks, except that dropout draws new random numbers per
+    micro-batch. Schedules of layers are inactive. FSDP keeps all blocks' parameters gathered throughout forward and
+    throughout backward. Evaluation with a cache (`generate`) or with outputs of single blocks runs blocks sequentially.
 
     Args:
         model: a `PreTrainedModel` with `DistributedConfig(…, ep_implementation="fusedmoe")`, bare or wrapped, of one of
@@ -53,18 +48,18 @@ def pipeline(
             Qwen3 MoE.
         degrees: numbers of micro-batches in forward and backward, the same on all ranks; equal for gpt-oss. None
             restores sequential blocks.
-        policy: chooses the plan instead of `degrees`: "auto" (fastest by prediction) or a policy for whole layers
-            ("flowmoe", "lancet"). The first forward then measures the machine and caches the result on disk.
+        policy: "auto" (fastest by prediction) or a policy for whole layers ("flowmoe", "lancet"), which chooses the
+            plan instead of `degrees`. The first forward then measures the machine and caches the result on disk.
         recompute: save only the blocks' inputs for backward, and recompute attention.
     Returns:
-        The pipelined blocks, one module per sequence of consecutive blocks with experts; `set_plan` changes their plan.
-        Empty without expert parallelism or if `degrees` is None.
+        One module per sequence of consecutive blocks with experts; its `set_plan` changes the plan. Empty without
+        expert parallelism or if `degrees` is None.
     Raises:
         ConfigError: an unknown policy; an unsupported family, or tokens sent by transformers itself; peft adapters on
             experts; ranks that share a batch (tp_size). From a training forward: a cache, outputs of single blocks
             (`output_router_logits`, `output_attentions`, `output_hidden_states`), gradient checkpointing, compiled
             blocks, `mask_padding`.
-        RankError: ranks with different blocks or degrees. Collective.
+        RankError: ranks with different blocks or degrees.
     """
     library = TransformersBlocks()
     for name, module in find_experts(model).items():

@@ -76,26 +76,25 @@ class _ExpertsGraphModule(nn.Module):
 class ExpertParallel(EPImplementation):
     """Expert parallelism with this library's dispatch (`ep_implementation="fusedmoe"`).
 
-    Each token is sent once to each rank that hosts its experts, which returns one sum per token. Ranks that share a
-    batch (`tp_mesh`) each send a part of its tokens and gather the results. Under autocast tokens are sent in the lower
-    precision. This library computes the experts, whatever `experts_implementation` is.
+    Each token is sent once to each rank that hosts some of its experts, which returns one sum per token. Ranks that
+    share a batch (`tp_mesh`) each send a part of its tokens and gather the results. Under autocast tokens are sent in
+    the lower precision. This library computes the experts, whatever `experts_implementation` is. Subclasses are
+    registered for schedules, as "fusedmoe-auto".
 
-    "fusedmoe" runs without a schedule and takes no measurements. "fusedmoe-auto", or "fusedmoe-" and the name of a
-    policy, uses that schedule, as does `apply(model, schedule=…)`.
-
-    Args: as in transformers: the experts' module, the mesh that splits the experts, and the mesh that shares a batch.
-        Construction is collective over both.
+    Args:
+        experts: the experts' module.
+        ep_mesh, tp_mesh: the mesh that splits the experts, and the mesh that shares a batch. Construction is collective
+            over both.
     Attributes:
-        schedule: initial schedule of modules.
+        schedule: initial schedule.
     Raises:
-        ConfigError: unsupported experts (`check_experts`).
-        RankError: a rank failed or did not join. In a step also: a rank has NaN or infinite tokens or weights, or peft
-            adapters that `apply` has not synchronised.
+        ConfigError: unsupported experts (`check_experts`). In a training pass: peft adapters that `apply` has not
+            synchronised.
+        RankError: a rank failed or did not join. In a pass: a rank has NaN or infinite tokens or weights.
     """
 
     schedule = "off"
-    # Layers without a training pass since peft added an adapter; the first pass checks that adapters of all layers are
-    # shared.
+    # Layers whose next training pass checks that the adapters of all layers are synchronised.
     _unchecked_layers: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
     _layers: ClassVar[WeakSet[ExpertParallel]] = WeakSet()
 
@@ -116,13 +115,13 @@ class ExpertParallel(EPImplementation):
 
     @classmethod
     def check_adapters_again(cls) -> None:
-        """Make the next training pass check again that adapters are synchronised across ranks."""
+        """Make the next training pass check again that adapters are synchronised over ranks."""
         cls._unchecked_layers.update(cls._layers)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return [T, M] in the dtype of `hidden_states`, from [T, M], [T, K] global expert indices and [T, K] weights.
 
-        Compiled models include it in their graphs with `fullgraph=True`, and otherwise call it eagerly.
+        In compiled models it runs eagerly unless graphs allow dynamic sizes, as with `fullgraph=True`.
         """
         if not (torch.compiler.is_compiling() and graph_allows_dynamic_sizes()):
             return self._forward_eager(hidden_states, top_k_index, top_k_weights)
@@ -142,7 +141,7 @@ class ExpertParallel(EPImplementation):
         if self in self._unchecked_layers and torch.is_grad_enabled():
             require_synchronized(experts)
             self._unchecked_layers.clear()
-        # A parametrisation is evaluated once per forward, for any number of chunks.
+        # Evaluate a parametrisation once, not in each chunk.
         with parametrize.cached() if parametrize.is_parametrized(experts) else nullcontext():
             return self._dispatch_and_combine(hidden_states, top_k_index, top_k_weights)
 

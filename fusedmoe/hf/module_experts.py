@@ -1,9 +1,9 @@
 """Forward of transformers' expert modules: check inputs, sort tokens by expert, grouped GEMMs, weighted sums.
 
-The flags that `use_experts_implementation` sets on a module (transformers 5.23) choose the computation, never shapes.
-Plain experts (weights [E, out, in], concatenated halves, SiLU or another known activation) run as one fused operator.
-Other experts (transposed weights, custom gates or norms) run as grouped GEMMs around the module's own activation, or
-around a kernel for gpt-oss's activation.
+The flags that `use_experts_implementation` sets on a module (transformers 5.23) choose the computation. Plain experts
+(weights [E, out, in], concatenated halves, SiLU or another known activation) run as one fused operator. Other experts
+(transposed weights, custom gates or norms) run as grouped GEMMs around the module's own activation, or around a kernel
+for gpt-oss's activation.
 """
 
 from __future__ import annotations
@@ -41,24 +41,21 @@ TRANSFORMERS_MODULES = ("transformers.integrations.moe", "transformers.distribut
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Up to this many (token, expert) pairs a product is bound by reading weights, and sorting does not pay off.
 _MAX_FEW_PAIRS = 128
-# Products of two or three rows are bound by reading the weight; BLAS reads an [out, in] weight faster as left operand.
+# BLAS multiplies two or three rows faster with an [out, in] weight as left operand.
 _MAX_SKINNY_ROWS = 3
 _REQUIRED_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts. Registered in transformers' registry.
+    """Return the weighted sum of each token's experts, for transformers' registry.
 
     Args:
         self: the expert module.
         hidden_states: [T, M].
-        top_k_index: [T, K] integers. −1 means no expert. With expert parallelism, num_experts or more means an expert
-            of another rank. No row is computed for either.
+        top_k_index: [T, K]. −1 means no expert; with expert parallelism, num_experts or more an expert of another rank.
         top_k_weights: [T, K].
     Returns:
         [T, M] in the dtype of `hidden_states`. GEMMs run in the parameters' dtype, or in autocast's.
-    Saves for backward:
-        Tokens and pre-activations if the experts are one operator (see `fusedmoe.autograd.experts`).
     Raises:
         ConfigError: an unsupported module; shapes that do not match; NaN or infinite tokens or weights (on CUDA
             raised by a later call).
@@ -93,10 +90,9 @@ class ExpertParameters(NamedTuple):
 
 
 def read_parameters(experts: Any) -> ExpertParameters:
-    """Read each parameter of a module once: evaluating a parametrisation may change its state.
+    """Read each parameter of a module once, because evaluating a parametrisation may change its state.
 
-    Raises:
-        ConfigError: as for `check_experts`.
+    Raises `ConfigError` as `check_experts` does.
     """
     check_experts(experts)
     read: list[Any] = []
@@ -111,12 +107,14 @@ def read_parameters(experts: Any) -> ExpertParameters:
 
 
 def require_finite_inputs(experts: Any, *tensors: Tensor) -> None:
-    """Check the inputs of an expert module for NaN and infinity, as `MoELayer` checks router logits."""
+    """Raise `ConfigError` for NaN or infinite inputs: now on a CPU, in a later call on CUDA.
+
+    In a graph the device asserts that the values are finite, unless an eager call has come before.
+    """
     checks, name = experts.__dict__.get("_fusedmoe_checks"), f"fusedmoe.hf: {type(experts).__name__}"
     if not torch.compiler.is_compiling():
         if checks is None:
             checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
-    # A graph cannot use the deferred check: the device asserts the values.
     elif checks is None:
         require_values(name, count_nonfinite(*tensors) == 0, "tokens or router weights are NaN or infinite")
         return
@@ -137,12 +135,12 @@ def _is_overhead_bound(down: Any, hidden_states: Tensor, top_k_index: Tensor) ->
 def forward_few_tokens(
     experts: Any, parameters: ExpertParameters, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """`experts_forward` for few tokens on a CPU without gradients: one GEMM per chosen expert.
+    """Compute `experts_forward` for few tokens on a CPU without gradients: one GEMM per chosen expert and matrix.
 
-    Call overhead dominates, and grows severalfold once a GEMM has evicted the CPU cache. The function therefore makes
-    few calls, most of them before the first GEMM.
+    Where possible, many chosen experts share one grouped GEMM per matrix. The overhead of calls dominates. It
+    grows severalfold once a GEMM has evicted the CPU cache, so most other calls are made before the first GEMM.
     """
-    # A finite sum implies finite values.
+    # A sum is finite only if all values are.
     if not (isfinite(hidden_states.sum()) and isfinite(sum(top_k_weights.flatten().tolist()))):
         require_finite_inputs(experts, hidden_states, top_k_weights)
     dtype, (T, K), E = row_dtype(parameters.down, hidden_states), top_k_index.shape, experts.num_experts
@@ -173,7 +171,7 @@ def forward_few_tokens(
     )
     transposed = experts.is_transposed
     runs, ends_E = [(number, len([*run])) for number, run in groupby(numbers)], None
-    # One call for many experts: an expert costs a fraction of a call, even without rows.
+    # One grouped call for many experts: an expert without rows costs a fraction of a call.
     if T > 1 and 4 * len(runs) > E:
         size_of = dict(runs)
         ends_E = torch.tensor(
@@ -184,13 +182,12 @@ def forward_few_tokens(
     rows_NM = _multiply_by_experts(down, down_adapter, transposed, rows_NH.to(dtype), runs, ends_E, down_NM)
     if experts.has_post_expert_norm:
         rows_NM = experts.post_expert_norm(rows_NM)
-    # In at least float32, as in the library's kernels.
     rows_NM = rows_NM.to(total)
     if has_other_experts:
         y_TM = rows_NM.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NM * weight_N1)
     elif pair_N is None:
         y_TM = torch.mm(weight_TK, rows_NM)
-    else:  # in pair order the K rows of a token are contiguous
+    else:
         rows_TKM = torch.empty_like(rows_NM).index_copy_(0, pair_N, rows_NM).view(T, K, -1)
         y_TM = torch.bmm(weight_TK.unsqueeze(1), rows_TKM).squeeze(1)
     return y_TM.to(hidden_states.dtype)
@@ -224,7 +221,6 @@ def _multiply_by_experts(
     parts = rows_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
     for (number, size), rows_nI, out_nO in zip(runs, *parts, strict=True):
         matrix_IO = weight_EIO[number].to(dtype) if needs_cast else weight_EIO[number]
-        # Bound by reading the weight; faster as left operand if it is [out, in].
         if 1 < size <= skinny:
             product_nO = torch.mm(matrix_IO.t(), rows_nI.t()).t()
             out_nO.add_(product_nO) if beta else out_nO.copy_(product_nO)
@@ -251,22 +247,25 @@ def row_dtype(down: Any, hidden_states: Tensor) -> torch.dtype:
 def compute_experts(
     experts: Any, parameters: ExpertParameters, x_TM: Tensor, layout: Layout, weight_N: Tensor | None
 ) -> Tensor:
-    """Return [T, M]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TM), in the dtype of x_TM."""
+    """Return the sum of each token's experts, weighted by `weight_N` unless it is None: [T, M] in the dtype of x_TM.
+
+    Raises:
+        ConfigError: quantised experts that are split over ranks, or have trained parameters.
+    """
     up, up_adapter, up_bias, down, down_adapter, down_bias = parameters.to(x_TM.dtype)
     adapters = Adapters(up_adapter, down_adapter)
     is_quantised = any(isinstance(each, QuantisedMatrices) for each in (up, down))
     if is_quantised and is_expert_parallel(experts):
         _refuse_split(experts)
-    # Low-rank operators compute no gradient of the frozen matrices.
+    # Low-rank operators compute no gradients of the matrices.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
         if is_quantised:
             raise ConfigError(f"fusedmoe.hf: {type(experts).__name__} is quantised in part: freeze all its parameters")
         up, down = (add_adapter(w, each, experts.is_transposed) for w, each in zip((up, down), adapters, strict=True))
         adapters = Adapters(None, None)
-    # Grouped GEMMs with the module's gate unless one fused operator matches the flags.
     activation = fused_activation(experts)
     if is_quantised:
-        assert activation is not None  # checked before
+        assert activation is not None
         matrices: tuple[Any, Any] = up, down
         stored_weights = StoredWeights(*matrices, up_bias, down_bias)
         return low_rank_experts(x_TM, layout, weight_N, stored_weights, adapters, activation)
@@ -282,7 +281,6 @@ def compute_experts(
         rows_NH = apply_gate(experts, rows_NH) if experts.has_gate else experts.act_fn(rows_NH)
     rows_NM = _linear(experts, rows_NH.to(x_TM.dtype), layout, down, down_bias, adapters.down)
     if experts.has_post_expert_norm:
-        # Before the router weights, as in the module's own forward.
         rows_NM = experts.post_expert_norm(rows_NM).to(x_TM.dtype)
     if weight_N is not None:
         rows_NM = rows_NM * weight_N[:, None].to(x_TM.dtype)
@@ -317,8 +315,7 @@ def _linear(
 def is_clamped_swiglu(experts: Any) -> bool:
     """Return whether the module's gate computes gpt-oss's clamped SwiGLU, tested numerically once.
 
-    The function may differ between versions of transformers. Graphs compiled before the first eager call use the
-    module's own function.
+    False while compiling before the first eager call: the graph then uses the module's own gate.
     """
     gate = gate_of(experts), *_clamp_constants(experts)
     known: tuple[Any, bool] | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
@@ -326,7 +323,7 @@ def is_clamped_swiglu(experts: Any) -> bool:
         return known[1]
     if torch.compiler.is_compiling() or None in gate:
         return False
-    # Not recorded by activation checkpointing: the recomputation does not repeat this test.
+    # Hidden from activation checkpointing: the recomputation does not repeat this test.
     with without_selective_checkpoint():
         experts._fusedmoe_clamped_swiglu = gate, _computes_clamped_swiglu(experts)
     return bool(experts._fusedmoe_clamped_swiglu[1])
@@ -341,14 +338,13 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
     alpha, limit = _clamp_constants(experts)
     if alpha is None or limit is None or limit <= 0:
         return False
-    # Values beyond the limits on both sides, in every combination of both halves, exercise the clamps.
+    # Values beyond the limits on both sides, in every combination of both halves.
     side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64, device="cpu")
     # Eight columns distinguish interleaved halves from concatenated ones.
     probe_NH = torch.cartesian_prod(side, side).view(-1, 8)
     try:
         with torch.no_grad():
             gated = apply_gate(experts, probe_NH)
-    # A gate that requires the module's own width or dtype is not this function.
     except Exception:
         return False
     expected = clamped_swiglu(probe_NH, alpha, limit)
@@ -356,10 +352,9 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
 
 
 def fused_activation(experts: Any) -> str | None:
-    """Return the activation for the fused expert operator; None if that operator cannot compute this network."""
+    """Return the name of the fused expert operator's activation; None if that operator cannot compute the module."""
     if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
         return None
-    # A module's gate may have been replaced, or its activation may have hooks.
     if experts.has_gate and not has_default_gate(experts):
         return None
     plain = _activation_name(experts.act_fn)
@@ -368,10 +363,9 @@ def fused_activation(experts: Any) -> str | None:
 
 def _activation_name(act: Any) -> str:
     """Return this library's name of an activation module; "" if unsupported."""
-    if is_customised(act):
+    if isinstance(act, nn.Module) and ("forward" in vars(act) or has_hooks(act)):
         return ""
-    # A subclass may compute something else.
-    kind = type(act)
+    kind = type(act)  # exactly: a subclass may compute something else
     if kind in (SiLUActivation, nn.SiLU):
         return "silu"
     if (kind is GELUActivation and act.act is nn.functional.gelu) or (kind is nn.GELU and act.approximate == "none"):
@@ -379,14 +373,9 @@ def _activation_name(act: Any) -> str:
     return {nn.ReLU: "relu", GELUTanh: "gelu_tanh"}.get(kind, "")
 
 
-def is_customised(module: Any) -> bool:
-    """Return whether a module has hooks or a replaced forward."""
-    return isinstance(module, nn.Module) and ("forward" in vars(module) or has_hooks(module))
-
-
 def check_experts(experts: Any) -> None:
     """Raise `ConfigError` if a module's flags or parameters are unsupported."""
-    # Cached for plain parameters by everything the checks depend on: in decoding they take almost as long as the GEMMs.
+    # Cached for plain parameters: in decoding these checks take almost as long as the GEMMs.
     held = () if torch.compiler.is_compiling() else experts.named_parameters(recurse=False)
     plain = [(name, p.dtype, p.dim()) for name, p in held if type(p) is nn.Parameter]
     seen = (type(experts), *plain)
@@ -436,13 +425,11 @@ def _refuse_split(experts: Any) -> NoReturn:
 
 
 def is_fused(experts: Any) -> bool:
-    """Return whether this library computes the forward of an expert module."""
-    # Modules without a config are third-party modules whose parameter has a peft adapter.
     return implementation_of(experts) == NAME and defining_module(experts) in TRANSFORMERS_MODULES
 
 
 def defining_module(module: Any) -> str:
-    """Return the Python module that defines a forward, below accelerate's hooks and Dynamo's wrappers."""
+    """Return the name of the Python module that defines a forward, inside accelerate's hooks and Dynamo's wrappers."""
     forward: Any = vars(module).get("forward", type(module).forward)
     while True:
         if isinstance(forward, partial):
@@ -459,8 +446,7 @@ def _module_of(function: Any) -> str:
     return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "something unknown"))
 
 
-# Python modules that define the compiler's function wrappers, computed at import: Dynamo traces `defining_module` and
-# cannot create such a wrapper inside a graph.
+# Python modules of the compiler's function wrappers. Computed at import: Dynamo cannot create a wrapper in a graph.
 _COMPILER_MODULES = frozenset(
     _module_of(wrap(_module_of))
     for wrap in (

@@ -1,4 +1,4 @@
-"""Padding tokens without experts, in Hugging Face transformers models."""
+"""Routing of padding tokens to no expert, in transformers' models."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MASKED_BELOW = -9e3
 def mask_padding(model: Any) -> Any:
     """Route no token that the model's `attention_mask` masks. Modifies the model and returns it.
 
-    Masked tokens have no expert rows, are not sent, and are excluded from `MetricsCallback`; their expert output is
-    zero. A shared expert still computes them. Transformers' balance loss already uses the same mask.
+    Masked tokens are not sent, have zero expert output, and are excluded from `MetricsCallback`. A shared expert still
+    computes them. Transformers' balance loss already uses the same mask.
 
     Args:
         model: a model with this library's experts (`fusedmoe.hf.apply`, `experts_implementation="fusedmoe"`), bare or
@@ -38,7 +38,6 @@ def mask_padding(model: Any) -> Any:
             mask for other tokens than the experts', or a mask that does not determine the padding.
     """
     experts = find_experts(model)
-    # The outermost of nested models is first; its forward is called.
     outer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if not experts or outer is None:
         raise ConfigError(f"fusedmoe.hf.mask_padding: {type(model).__name__} has no experts of transformers")
@@ -55,7 +54,7 @@ def mask_padding(model: Any) -> Any:
     outer.register_forward_hook(padding.end, always_call=True)
     for module in experts.values():
         module._fusedmoe_padding = _RoutingMask(padding)
-        # Before hooks that count the experts' inputs.
+        # Runs before the hooks that count the experts' inputs.
         module.register_forward_pre_hook(module._fusedmoe_padding.mask, with_kwargs=True, prepend=True)
     return model
 
@@ -81,8 +80,8 @@ class _PaddingTracker:
         masks = given.get("attention_mask")
         # transformers 5.24 renamed `past_key_values` to `cache`; models still accept the earlier name.
         cache = next((given[name] for name in ("cache", "past_key_values") if given.get(name) is not None), None)
-        # Models with several kinds of layers take one mask per kind, with equal padding; None needs none. Prefer a mask
-        # of queries and keys: the mask of recurrent layers concerns their state.
+        # Models with several kinds of layers take one mask per kind, with equal padding. Prefer a mask of queries and
+        # keys: the mask of recurrent layers concerns their state.
         by_kind = masks if isinstance(masks, dict) else {None: masks}
         kinds = sorted((kind for kind, mask in by_kind.items() if mask is not None), key=lambda k: _is_2d(by_kind[k]))
         if not kinds:
@@ -102,19 +101,17 @@ def _is_2d(mask: Any) -> bool:
 
 
 def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tensor:
-    """Return the mask of a call's real tokens, from any mask that transformers' models take.
+    """Return a mask [batch, tokens], True for a call's real tokens; if it is longer, it ends with the call's tokens.
 
     In a mask of queries and keys a token is padding if it does not attend to itself: transformers masks the keys of
-    padding, and no other transformers mask excludes a token's own key.
+    padding, and no other transformers mask excludes a token's own key. Raises `ConfigError` for unsupported masks and
+    for unknown or ambiguous padding.
 
     Args:
-        mask: [batch, tokens], possibly including cached tokens; [batch, heads, queries, keys], bool or additive; or a
-            `BlockMask` of flex attention. The batch may be 1.
+        mask: one of the masks that `mask_padding` supports. The batch may be 1.
         tokens: sequence length of this call.
-        cache: of the call, or None.
-        layers: indices of the layers that use the mask. Empty: unknown.
-    Returns:
-        [batch, tokens], True for real tokens; a longer result ends with the call's tokens.
+        cache: the call's cache, or None.
+        layers: indices of the layers that use the mask; empty if unknown.
     """
     shape = tuple(getattr(mask, "shape", ()))
     if _is_2d(mask) and isinstance(mask, Tensor):
@@ -122,7 +119,8 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
         if not isinstance(cache, Cache) or shape[1] <= tokens:
             return mask != 0
         first = torch.as_tensor(cache.get_query_offset(layers[0] if layers else 0), device=mask.device)
-        return mask.index_select(1, _indices(tokens, mask) + first.clamp(max=shape[1] - tokens)) != 0
+        own = torch.arange(tokens, device=mask.device)
+        return mask.index_select(1, own + first.clamp(max=shape[1] - tokens)) != 0
     dense = isinstance(mask, Tensor) and len(shape) == 4 and (mask.is_floating_point() or mask.dtype == torch.bool)
     if not (dense or isinstance(mask, BlockMask)):
         got = f"{mask.dtype} {list(shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -137,7 +135,7 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
             "the cache explain its number of keys, so the key of each token is unknown; pass a mask "
             "[batch, tokens]"
         )
-    query_Q = _indices(tokens, mask) if dense else torch.arange(tokens, device=mask.kv_num_blocks.device)
+    query_Q = torch.arange(tokens, device=mask.device if dense else mask.kv_num_blocks.device)
     own_Q = query_Q + first
     if dense:
         attends_BQQ = (mask if mask.dtype == torch.bool else mask > _MASKED_BELOW).any(1).index_select(2, own_Q)
@@ -158,7 +156,7 @@ def _real_tokens(mask: Any, tokens: int, cache: Any, layers: list[int]) -> Tenso
 
 
 def _first_key(cache: Any, tokens: int, keys: int, layers: list[int]) -> Any:
-    """Return the index of the call's first token in a mask of `keys` keys; None if the mask has another length."""
+    """Return the index of the call's first token in a mask of `keys` keys; None if no layer has as many keys."""
     if not isinstance(cache, Cache):
         return 0 if keys == tokens else None
     for layer in layers or range(max(1, len(cache.layers))):
@@ -170,10 +168,6 @@ def _first_key(cache: Any, tokens: int, keys: int, layers: list[int]) -> Any:
         if length == keys:
             return first - offset
     return None
-
-
-def _indices(tokens: int, like: Tensor) -> Tensor:
-    return torch.arange(tokens, device=like.device)
 
 
 class _RoutingMask:

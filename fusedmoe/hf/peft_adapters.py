@@ -4,9 +4,8 @@ Before each forward peft registers a parametrisation on an adapted parameter: re
 gradient as large as W. `read_matrix` reads W and the factors separately, for `autograd.low_rank.low_rank_experts`.
 
 Registration alone computes W + scale·B·A once, to compare shapes. Importing `fusedmoe.hf` therefore replaces
-`ParamWrapper._activate_lora` of peft 0.21, which attaches the factors to experts that this library computes and calls
-the original for other modules. It is replaced at import so that a forward and its recomputation under activation
-checkpointing run the same code.
+`ParamWrapper._activate_lora` of peft 0.21 by a function that attaches the factors to experts that this library
+computes. A forward and its recomputation under activation checkpointing thus run the same code.
 
 With expert parallelism peft creates plain, unsplit adapter parameters on every rank. `synchronize_adapters`
 synchronises their values and gradients; a step with unsynchronised adapters raises an error.
@@ -42,7 +41,8 @@ _ADAPTERS, _SYNCHRONIZED = "_fusedmoe_adapters", "_fusedmoe_shared"
 def read_matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
     """Return an expert parameter and its active low-rank adapter or None, without evaluating the parametrisation.
 
-    If the adapter cannot be separated, or the parameter itself is trained, return the parametrised parameter.
+    If the adapter cannot be separated, or the parameter itself is trained, evaluate the parametrisation instead, and
+    warn if it is peft's. Raises `ConfigError` for a quantised parameter whose adapter cannot be separated.
     """
     held: LowRank | None = experts.__dict__.get(_ADAPTERS, {}).get(name)
     if (quantised := quantised_matrices(experts, name)) is not None:
@@ -59,13 +59,13 @@ def read_matrix(experts: Any, name: str) -> tuple[Any, LowRank | None]:
         if is_factors_proxy(proxy) or is_full_proxy(proxy):
             _warn_once(experts, name, "the parameter is trained, too" if plain else "it is given as a full matrix")
         return getattr(experts, name), None
-    # lhs @ rhs has the parameter's shape: [E, in, out] if transposed, with B on the right.
+    # lhs @ rhs has the parameter's shape; if transposed, B is on the right.
     a, b = (proxy.lhs.mT, proxy.rhs.mT) if experts.is_transposed else (proxy.rhs, proxy.lhs)
     return original, LowRank(a, b, float(proxy.scaling))
 
 
 def add_adapter(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Tensor:
-    """Return W + scale·B·A, materialised. W is [E, in, out] if transposed."""
+    """Return W + scale·B·A, where W is [E, in, out] if transposed; without an adapter, W."""
     if adapter is None:
         return weight
     lhs, rhs = (adapter.a_ErI.mT, adapter.b_EOr.mT) if transposed else (adapter.b_EOr, adapter.a_ErI)
@@ -73,7 +73,7 @@ def add_adapter(weight: Tensor, adapter: LowRank | None, transposed: bool) -> Te
 
 
 def base_parameter(experts: Any, name: str) -> Any:
-    """Return a parameter without adapters, for its shape, dtype and device."""
+    """Return a parameter without adapters."""
     if (quantised := quantised_matrices(experts, name)) is not None:
         return quantised
     if parametrize.is_parametrized(experts, name) and not needs_evaluation(experts, name):
@@ -82,7 +82,7 @@ def base_parameter(experts: Any, name: str) -> Any:
 
 
 def needs_evaluation(experts: Any, name: str) -> bool:
-    """Return whether a parameter has a parametrisation other than peft's and must be evaluated."""
+    """Return whether an unquantised parameter has a parametrisation other than peft's and must be evaluated."""
     if not parametrize.is_parametrized(experts, name) or quantised_matrices(experts, name) is not None:
         return False
     return not all(is_factors_proxy(each) or is_full_proxy(each) for each in experts.parametrizations[name])
@@ -102,12 +102,7 @@ _Activation = Callable[[Any, list[str]], AbstractContextManager[None]]
 
 
 def factor_activation(original: _Activation, is_fused: Callable[[Any], bool]) -> _Activation:
-    """Return a replacement of `_activate_lora` that attaches an adapter's factors to the experts.
-
-    Args:
-        original: peft's own function.
-        is_fused: returns whether this library computes a module of experts.
-    """
+    """Return a replacement of peft's `_activate_lora` that attaches the factors to experts for which `is_fused`."""
 
     @contextmanager
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
@@ -130,7 +125,7 @@ def factor_activation(original: _Activation, is_fused: Callable[[Any], bool]) ->
 
 def _refuse_split_merge(original: Callable[..., None]) -> Callable[..., None]:
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
-        name = getattr(self, "parameter_name", "weight")  # of a linear layer
+        name = getattr(self, "parameter_name", "weight")
         # peft merges part by part if FSDP has split a linear layer and its adapter alike.
         parts = name == "weight" and all(isinstance(each, DTensor) for each in self.lora_A.parameters())
         layer = self.get_base_layer()
@@ -143,13 +138,15 @@ def _refuse_split_merge(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_split(experts: Any, name: str, fix: str) -> NoReturn:
-    # peft would add the whole adapter to one rank's part of the parameter.
     kind = type(experts).__name__.removeprefix("Parametrized")
     raise ConfigError(f"fusedmoe.hf: {kind}.{name} is split over ranks, so its adapter cannot be merged into it; {fix}")
 
 
 def _is_supported(wrapper: Any, experts: Any, name: str) -> bool:
-    """Return whether a parameter holds one matrix per expert, is frozen, and is adapted by peft alone."""
+    """Return whether a parameter holds one matrix per expert, is frozen, and is adapted by peft alone.
+
+    Warns if the parameter is trained. Raises `ConfigError` if it is trained and split over ranks.
+    """
     if name not in _MATRICES or wrapper.num_experts == 1:
         return False
     parameter = quantised_matrices(experts, name)
@@ -172,12 +169,12 @@ def _refuse_quantised(experts: Any, name: str) -> NoReturn:
 
 
 def _adapter_factors(wrapper: Any, adapter: str) -> LowRank:
-    """Return an adapter's factors in the parameter's dtype."""
-    # peft stores linear layers: A is [E·r, in], expert-major; in B, [out, r·E], the expert varies fastest.
+    """Return an adapter's factors for this rank's experts in the parameter's dtype."""
+    # peft stores A as [E·r, in], expert-major; in B, [out, r·E], the expert varies fastest.
     parameter, experts = base_parameter(wrapper.get_base_layer(), wrapper.parameter_name), wrapper.num_experts
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     a_ErI, b_EOr = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
-    # All ranks hold the factors of all experts, as peft saves them; each rank uses the factors of its experts.
+    # All ranks hold the factors of all experts, as peft saves them.
     if isinstance(parameter, DTensor):
         local = wrapper.get_base_layer().num_experts
         first = parameter.device_mesh.get_local_rank("ep") * local
@@ -195,15 +192,14 @@ def active_factors(experts: Any) -> list[Tensor]:
 
 
 def synchronize_adapters(model: nn.Module, world: Group) -> None:
-    """Synchronise peft adapters in a model with expert parallelism. Collective; once per adapter.
+    """Synchronise peft adapters in a model with expert parallelism, once per adapter. Collective.
 
-    All ranks receive the first rank's values. Backward averages each gradient over the ranks, as FSDP does for all
-    other parameters.
+    All ranks receive the first rank's values. Backward averages gradients over the ranks, as FSDP does.
     """
     for name, parameter in _adapters_of(model):
         if hasattr(parameter, _SYNCHRONIZED) or isinstance(parameter, DTensor):
             continue
-        # An all-reduce of one rank's values and zeros: a broadcast's wait would be unbounded.
+        # An all-reduce of one rank's values and zeros, because a broadcast's wait would be unbounded.
         with torch.no_grad():
             all_reduce(world, parameter if world.index == 0 else parameter.zero_(), operation=f"sharing {name}")
         trained, operation = parameter.requires_grad, f"sum of the gradient of {name}"
@@ -219,7 +215,7 @@ def _average_gradient(world: Group, operation: str, grad: Tensor) -> Tensor:
 
 def require_synchronized(experts: nn.Module) -> None:
     """Raise `ConfigError` that names an adapter of the experts' model whose gradient is not shared across ranks."""
-    # Experts have no reference to their model: search all live models, once per model.
+    # Experts have no reference to their model.
     models = [value for value in gc.get_objects() if issubclass(type(value), PreTrainedModel)]
     for model in (value for value in models if any(module is experts for module in value.modules())):
         for name, parameter in _adapters_of(model):
@@ -242,7 +238,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(experts: Any, name: str, why: str) -> None:
-    kind = type(experts).__name__.removeprefix("Parametrized")  # prefix of PyTorch's parametrised classes
+    kind = type(experts).__name__.removeprefix("Parametrized")  # PyTorch's prefix
     if (kind, name) not in _warned and not torch.compiler.is_compiling():
         _warned.add((kind, name))
         warnings.warn(

@@ -1,7 +1,7 @@
 """Frozen 4-bit or 8-bit expert matrices of transformers' models, dequantised one expert at a time.
 
-Supported are parameters packed by bitsandbytes (`replace_parameter_4bit`, a parametrisation that would dequantise all
-experts on each read) and torchao tensors of weight-only quantisation (int8, float8).
+Supported are parameters packed by bitsandbytes (`replace_parameter_4bit`) and torchao tensors of weight-only
+quantisation (int8, float8).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class QuantisedMatrices:
     """Quantised matrices [E, out, in]. `quantised[e]` dequantises the matrix of one expert.
 
     Attributes:
-        shape, dtype, device: of the whole tensor; `dtype` is the dtype of dequantised matrices.
+        shape, dtype, device: shape of all matrices, dtype of dequantised ones, and device.
     """
 
     requires_grad = False
@@ -76,7 +76,7 @@ class _BitsandbytesMatrices(QuantisedMatrices):
     def __getitem__(self, expert: int) -> Tensor:
         state, numbers = self._state, self._expert_elements
         blocks = numbers // state.blocksize
-        # As one row: on CPUs bitsandbytes 0.50 unpacks matrices with fewer columns than the blocksize incorrectly.
+        # As one row: bitsandbytes 0.50 on CPUs is wrong for matrices with fewer columns than the blocksize.
         own = self._functional.QuantState(
             self._scales[expert * blocks : (expert + 1) * blocks], shape=torch.Size([numbers]), code=state.code,
             blocksize=state.blocksize, quant_type=state.quant_type, dtype=state.dtype,
@@ -89,7 +89,7 @@ class _BitsandbytesMatrices(QuantisedMatrices):
 class _TorchaoMatrices(QuantisedMatrices):
     """Quantised torchao tensor that supports slicing."""
 
-    _sliceable_types: ClassVar[set[type]] = set()  # types that have been sliced successfully
+    _sliceable_types: ClassVar[set[type]] = set()
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype, tensor.device)
@@ -97,7 +97,6 @@ class _TorchaoMatrices(QuantisedMatrices):
             if type(tensor) not in self._sliceable_types:
                 tensor[0].dequantize()
                 self._sliceable_types.add(type(tensor))
-        # Types packed across experts, and types without slicing.
         except Exception as error:
             raise ConfigError(
                 f"fusedmoe.hf: {name} is a {type(tensor).__name__} of torchao that cannot be sliced by expert "
@@ -113,13 +112,12 @@ class _TorchaoMatrices(QuantisedMatrices):
 def quantised_matrices(experts: Any, name: str) -> QuantisedMatrices | None:
     """Return a quantised parameter of experts; None for other parameters. Evaluates no parametrisation.
 
-    Raises:
-        ConfigError: single experts of the parameter cannot be dequantised.
+    Raises `ConfigError` if experts cannot be dequantised separately.
     """
     who = f"{type(experts).__name__}.{name}"
     if not parametrize.is_parametrized(experts, name):
         tensor: Any = getattr(experts, name, None)
-        # First: compilers can trace these types, but not the names of modules.
+        # Compilers can trace this comparison, but not module names below.
         if type(tensor) is nn.Parameter or type(tensor) is Tensor or tensor is None:
             return None
         return _TorchaoMatrices(who, tensor) if type(tensor).__module__.startswith("torchao.") else None

@@ -21,16 +21,18 @@ from fusedmoe.layers.scheduled_exchange import EXCHANGE
 def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
     """Make this library compute the experts of a transformers model. Returns the model.
 
+    Collective with expert parallelism if a schedule is given or the model has peft adapters, whose values and gradients
+    are then synchronised over ranks.
+
     Args:
         model: a `PreTrainedModel`, bare or wrapped (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with or
-            without accelerate's hooks (`device_map`, offloading), before training or between steps. Collective with
-            expert parallelism and peft adapters, whose values and gradients it synchronises across ranks.
-        schedule: as for `fusedmoe.MoELayer`, under expert parallelism; the same on all ranks, collective. None keeps
-            the current schedule.
+            without accelerate's hooks (`device_map`, offloading), before training or between steps.
+        schedule: schedule of `fusedmoe.MoELayer` for expert parallelism, the same on all ranks. None keeps the current
+            schedule.
     Raises:
         ConfigError: not a model; no experts from transformers' registry; a forward replaced by another library;
-            unsupported experts; experts outside a `PreTrainedModel`; an unknown schedule, or a
-            schedule for experts whose tokens transformers itself sends.
+            unsupported experts; experts outside a `PreTrainedModel`; adapters with tp_size or pp_size above 1; an
+            unknown schedule, or a schedule for experts whose tokens transformers itself sends.
         RankError: ranks with different schedules.
     """
     if not isinstance(model, nn.Module):

@@ -39,7 +39,7 @@ class Activation:
     backward: Callable[..., Tensor]
 
     @property
-    def halves(self) -> int:
+    def num_projections(self) -> int:
         return 2 if self.gated else 1
 
     def apply(self, h: Tensor, a: Tensor) -> None:

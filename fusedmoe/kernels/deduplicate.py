@@ -184,7 +184,12 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor
 def define_deduplicate_tokens(
     layout: Layout, peers: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, bool]]]:
-    """List the tokens as (rank, token), and the pairs as (rank, token, local expert, is first)."""
+    """Reference for `deduplicate_tokens`, for `peers` ranks with equal shares of the experts.
+
+    Returns:
+        The sent tokens as (destination rank, token), and their pairs as (destination rank, token, local expert there,
+        whether it is the token's first pair there).
+    """
     expert_of = [expert for expert, count in enumerate(layout.counts) for _ in range(count)]
     chosen_S = [[expert_of[row] for row in rows if row >= 0] for rows in layout.row_SK.tolist()]
     tokens, pairs = [], []

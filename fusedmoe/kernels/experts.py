@@ -124,7 +124,7 @@ def experts_forward(
     x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
     _, dim, hidden = weights.w2.shape
     blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
-    width, rows = activation.halves * hidden, layout.rows
+    width, rows = activation.num_projections * hidden, layout.rows
     h_NH, out_NM = x_SM.new_empty((rows, width)), x_SM.new_empty((rows, dim))
     x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
     # For experts with few rows, creating a view takes as long as a GEMM.
@@ -262,7 +262,7 @@ class _RowGradients:
         _, dim, hidden = weights.w2.shape
         self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
         self.blocks, self.max_rows, step = row_blocks(layout, dy_SM, hidden)
-        self.width = activation.halves * hidden
+        self.width = activation.num_projections * hidden
         self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
         self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
         self._dy, self._da = dy_SM.new_empty((self.max_rows, dim)), dy_SM.new_empty((self.max_rows, hidden))

@@ -163,7 +163,7 @@ def low_rank_backward(
     blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
     dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1])) if needs_dx else None
     dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
-    widths = (x_SM.shape[1], dim, hidden, hidden, activation.halves * hidden)
+    widths = (x_SM.shape[1], dim, hidden, hidden, activation.num_projections * hidden)
     x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((max_rows, width)) for width in widths)
     act_buffer = x_SM.new_empty((min(max_rows, step), hidden))
     up, down = (_FactorGradientSums(adapter, weight_N, max_rows, needs_factor_grads, x_SM) for adapter in adapters)

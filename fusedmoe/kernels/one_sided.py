@@ -110,15 +110,16 @@ class ReceiveBuffer(NamedTuple):
         rows: [slots, W, C, M], this rank's copy: C rows for each source rank; or [slots, 1, C, M] for a single source.
         row_table, signal_table, credit_table: [W], addresses of `rows`, `signals` and `credits` on every rank; 0 for
             remote peers.
-        signals: [slots, W, T] int64: a source rank sets a signal to the epoch once the rows are written. T = C / tile
-            if each tile of rows has a signal.
+        signals: [slots, W, T] int64: a source rank sets a signal to the epoch once the rows are written. T is C / tile
+            if each tile of rows has a signal, else the number of signals per source rank.
         tile: rows per signal.
         credits: [slots, W] int64: per peer, the epoch of the last exchange of this rank that the peer has read from the
             slot. This rank writes to the slot again only after this credit.
-        epochs: per slot [W] int64: the number of the slot's current or next exchange, with a copy per peer. The program
-            that sets the credit at a peer then increments the peer's copy.
+        epochs: per slot [W] int64 in local memory: the number of the slot's current or next exchange, once for each
+            peer, all equal between launches. The program that gives credit to a peer increments the entry of that peer.
         me: this rank's index.
-        staging: [slots, W, C, M], outgoing rows for remote peers; None if rows are staged elsewhere.
+        network: NVSHMEM access to remote peers; None without any.
+        staging: [slots, W, C, M], outgoing rows for remote peers; None without any, or if rows are staged elsewhere.
     """
 
     rows: Tensor
@@ -282,44 +283,46 @@ def chunk_of(row: Tensor, count: Tensor, degree: int) -> Tensor:
     return ((row + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
 
 
-def define_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
+def define_sends(
+    layout: Layout, weight_SK: Tensor | None, num_ranks: int, degree: int, capacity: int, lines: int
+) -> Sends:
     """Select the tokens that this rank puts to each peer, their order, and the routing metadata.
 
     Args:
-        layout: this rank's tokens over all E experts; rank p hosts experts from p·E/peers on.
+        layout: this rank's tokens over all E experts; rank p hosts experts from p·E/num_ranks on.
         degree: number of chunks of the receivers; determines the token order.
         capacity, lines: rows per source rank in a peer's token buffer, and lines per source in its metadata buffer.
     """
     assert layout.source_N is not None
-    device, tokens, rows = layout.counts_E.device, layout.tokens, layout.rows
-    local = layout.experts // peers
-    row_N = torch.arange(rows, device=device)
+    device, num_tokens, num_rows = layout.counts_E.device, layout.tokens, layout.rows
+    local = layout.experts // num_ranks
+    row_N = torch.arange(num_rows, device=device)
     kept_N = row_N < layout.offsets_E1[-1]
     expert_N = torch.searchsorted(layout.offsets_E1[1:].contiguous(), row_N, right=True).clamp(max=layout.experts - 1)
     peer_N = expert_N // local
     chunk_N = chunk_of(row_N - layout.offsets_E1[expert_N], layout.counts_E[expert_N], degree)
 
     # First chunk that needs each (token, peer); `degree` if none does.
-    pair_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
-    first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
-    first_SW = first[:-1].view(tokens, peers)
+    pair_N = torch.where(kept_N, layout.source_N * num_ranks + peer_N, num_tokens * num_ranks)
+    first = torch.full((num_tokens * num_ranks + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
+    first_SW = first[:-1].view(num_tokens, num_ranks)
     # Tiles of the first chunk are complete earliest.
     token_SW = first_SW.argsort(dim=0, stable=True)
     buffer_row_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _row_index_like(token_SW))
-    token_WC = torch.zeros((peers, capacity), dtype=torch.int32, device=device)
-    token_WC[:, :tokens] = token_SW.t()
+    token_WC = torch.zeros((num_ranks, capacity), dtype=torch.int32, device=device)
+    token_WC[:, :num_tokens] = token_SW.t()
 
     start_E = layout.offsets_E1[:-1]
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
-    buffer_row_N = buffer_row_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
-    weight = torch.ones(rows, device=device) if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N].float()
+    buffer_row_N = buffer_row_SW.view(-1)[pair_N.clamp(max=max(num_tokens * num_ranks - 1, 0))] if num_tokens else row_N
+    weight = torch.ones(num_rows, device=device) if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N].float()
     body = torch.stack([buffer_row_N.to(torch.int32), weight.contiguous().view(torch.int32)], 1)
-    count_W = layout.counts_E.view(peers, local).sum(1)
+    count_W = layout.counts_E.view(num_ranks, local).sum(1)
     line = torch.arange(lines, device=device)
-    own_W1 = torch.arange(peers, device=device)[:, None]
+    own_W1 = torch.arange(num_ranks, device=device)[:, None]
     line_WC = torch.where(
         line < local, own_W1 * local + line, layout.experts + start_E[::local][:, None] + line - local
-    ).clamp(max=max(layout.experts + rows - 1, 0))
+    ).clamp(max=max(layout.experts + num_rows - 1, 0))
     return Sends(
         token_WC,
         (first_SW < degree).sum(0, dtype=torch.int32),

@@ -179,9 +179,9 @@ class InputChecks:
         return 0
 
     def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
-        """Return the count of tokens with non-finite logits for the exchange to report.
+        """Return the count of tokens with non-finite logits, and the error that the exchange then reports to all ranks.
 
-        None if there are no logits, or `logits_error` reports them.
+        None if there are no logits, or if `logits_error` reports them.
         """
         given = [(routing, routing.logits_SE) for routing in routings if routing.logits_SE is not None]
         if not given or not self._is_reported_by_exchange(given[0][1]):
@@ -194,7 +194,11 @@ class InputChecks:
         return self._has_exchange and reports
 
     def raise_deferred(self, wait: bool = False) -> None:
-        """Raise for non-finite values in earlier forwards: in all with `wait`, otherwise if their count has arrived."""
+        """Raise for non-finite values in earlier forwards, once.
+
+        Without `wait`, considers only counts whose asynchronous copy from the device has completed; on a CPU, none.
+        With `wait`, synchronizes with the device and considers all earlier forwards.
+        """
         # Reported once: otherwise every later forward would raise for the same logits.
         if bad := self._monitor.wait_for_count() if wait else self._monitor.poll():
             self._monitor = NonFiniteMonitor()

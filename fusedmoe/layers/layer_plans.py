@@ -1,6 +1,6 @@
-"""The plans of a layer without a schedule: plans assigned by `set_plan`, or none.
+"""The plans of a layer without a schedule: the plans assigned to it, if any.
 
-Layers with a schedule use `layers/schedule.py`, which only they import.
+`layers/schedule.py` has the subclass for layers with a schedule; a `MoELayer` without one does not import it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LayerPlans:
     Attributes:
         assigned: plans that override the schedule; not copied with the layer.
         shared: the shared expert of the last batch that plans may compute; None: there is none.
-        cost_trial: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
+        cost_measurement: called in each forward to measure costs; while set, the schedule is not used. None: no trial.
     """
 
     #: One-sided kernels are allowed; maximum number of chunks.
@@ -82,7 +82,7 @@ class LayerPlans:
         self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
         topology = parts.topology
         self.kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-        self.cost_trial: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
+        self.cost_measurement: Callable[[Tensor, Exchange, Callable[[], ChunkExperts]], None] | None = None
         self.assigned: AssignedPlans | None = None
         self._forward_plans = ForwardDecision[AssignedPlans]()
 
@@ -94,9 +94,9 @@ class LayerPlans:
         return "off"
 
     @property
-    def is_unplanned(self) -> bool:
-        """True if the layer always runs without a plan."""
-        return self.assigned is None and self.cost_trial is None
+    def can_plan(self) -> bool:
+        """True if a forward may run by a plan."""
+        return self.assigned is not None or self.cost_measurement is not None
 
     @property
     def can_compile(self) -> bool:
@@ -139,8 +139,8 @@ class LayerPlans:
 
         `in_chunks` returns the experts in chunks; None: they must be called as a module.
         """
-        if self.cost_trial is not None and in_chunks is not None:
-            self.cost_trial(x_SM, exchange, in_chunks)
+        if self.cost_measurement is not None and in_chunks is not None:
+            self.cost_measurement(x_SM, exchange, in_chunks)
         return self.assigned_plans()
 
     def assigned_plans(self) -> AssignedPlans | None:
@@ -164,7 +164,7 @@ class PlannedLayer:
 
     @property
     def is_planned(self) -> bool:
-        return self.dispatcher.follows_plans and not self.plans.is_unplanned
+        return self.dispatcher.follows_plans and self.plans.can_plan
 
     @property
     def can_compile_exchange(self) -> bool:
@@ -176,7 +176,7 @@ class PlannedLayer:
     def shared_in_plan(self, module: Any, x_SM: Tensor) -> SharedExpert | None:
         """Return the shared expert and its tokens for a plan; None if the layer computes it after the plan.
 
-        The latter applies to custom modules, which may call collectives, and to compiled layers.
+        It is computed after the plan in compiled layers, and if it is a custom module, which may call collectives.
         """
         if torch.compiler.is_compiling() or not getattr(module, "reads_parameters_once", False):
             return None

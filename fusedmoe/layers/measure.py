@@ -114,46 +114,46 @@ def measure_layer(
     return replace(costs, observed={workload.shapes: seen})
 
 
-class Measurement(Enum):
-    """Progress of a `CostTrial`."""
+class MeasurementState(Enum):
+    """Progress of a `CostMeasurement`."""
 
     DUE = "the next forward measures"
     DONE = "measured, and not read yet"
     TAKEN = "read; measured again on request"
 
 
-class CostTrial:
+class CostMeasurement:
     """Measures the costs of a layer inside a forward, where FSDP has gathered its parameters.
 
     Attributes:
         budget_s: ignore the cache and measure for about this many seconds; None: use cached measurements if any.
-        can_regroup: the experts support another number of chunks backward than forward.
+        can_rechunk: the experts support another number of chunks backward than forward.
     """
 
     def __init__(self, plans: LayerPlans) -> None:
         self._plans = plans
-        self.state = Measurement.DUE
+        self.state = MeasurementState.DUE
         self.budget_s: float | None = None
         self.workload: Workload | None = None
         self.costs: CostModel | None = None
-        self.can_regroup = False
+        self.can_rechunk = False
 
     def __call__(self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts]) -> None:
-        """In state DUE, measure `costs` and `workload` with these tokens, and set `can_regroup` and state DONE.
+        """In state DUE, measure `costs` and `workload` with these tokens, and set `can_rechunk` and state DONE.
 
         Called in a layer's forward. In other states nothing is done. Collective over all ranks.
         """
-        if self.state is not Measurement.DUE:
+        if self.state is not MeasurementState.DUE:
             return
         topology, experts = self._plans.topology, self._plans.parts.experts
-        self.can_regroup = in_chunks().can_regroup
+        self.can_rechunk = in_chunks().can_rechunk
         with measurement_context():
             self.costs = measure_layer(self._plans, x_SM, budget_s=self.budget_s)
         itemsize, pairs = x_SM.dtype.itemsize, round_rows(exchange.max_pairs)
         self.workload = experts.workload(pairs, itemsize, topology.ep.size, topology.esp.size).sending(
             exchange.tokens_per_pair
         )
-        self.state = Measurement.DONE
+        self.state = MeasurementState.DONE
 
 
 @contextmanager

@@ -110,7 +110,7 @@ class Schedule:
         workload: Workload | None,
         costs: CostModel | None = None,
         *,
-        can_regroup: bool = True,
+        can_rechunk: bool = True,
     ) -> Plans:
         """Return the plans of a layer with these task kinds; the same on all ranks for the same arguments.
 
@@ -118,7 +118,7 @@ class Schedule:
             kinds: task kinds that the layer can run (`fusedmoe.runtime.execute`).
             workload: of the layer on one rank; None if the schedule has degrees.
             costs: used if the schedule has none.
-            can_regroup: backward may have another number of chunks than forward.
+            can_rechunk: backward may have another number of chunks than forward.
         """
         policy = self._policy_object
         kind = next((kind for kind in FUSED if kind in kinds), None) if self.puts else None
@@ -129,13 +129,13 @@ class Schedule:
         assert costs is not None and workload is not None
         step_costs = workload.step_costs(costs, [0], kinds)
         plan = policy.plan(step_costs, self.limit)
-        fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, can_regroup)
+        fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, can_rechunk)
         if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
             return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
         forward = pass_of(plan, 0, "forward")
         # Experts by autograd save one graph per chunk, so both passes need the same chunks.
-        if can_regroup or policy.is_user_defined:
-            if not can_regroup and len({*plan.degrees.values()}) > 1:
+        if can_rechunk or policy.is_user_defined:
+            if not can_rechunk and len({*plan.degrees.values()}) > 1:
                 raise ConfigError(
                     f"policy {policy.name} has other chunks backward than forward; experts that are modules of their "
                     "own need one number for both passes"
@@ -163,7 +163,7 @@ class _FusedChoice(NamedTuple):
 
 
 def _best_fused(
-    kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, can_regroup: bool
+    kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, can_rechunk: bool
 ) -> _FusedChoice | None:
     """Return a fused operation's fastest measured numbers of chunks; one chunk, by prediction, if none was measured.
 
@@ -174,10 +174,10 @@ def _best_fused(
     # Scaled from the measured number of rows: fused operations have no fitted cost model.
     share = 1.0 if seen.rows is None else workload.rows / seen.rows
     ran = [
-        _FusedChoice(share * (there_s + back_s) + (0.0 if there == back else layer.regroup_s), (there, back))
+        _FusedChoice(share * (there_s + back_s) + (0.0 if there == back else layer.rechunk_s), (there, back))
         for there, there_s in seen.get(kind, "forward").items()
         for back, back_s in seen.get(kind, "backward").items()
-        if max(there, back) <= limit and (can_regroup or there == back)
+        if max(there, back) <= limit and (can_rechunk or there == back)
     ]
     if ran:
         return min(ran)
@@ -259,22 +259,22 @@ class ScheduledPlans(LayerPlans):
         return f"{self.schedule} in {plans[-1].degrees} chunks"
 
     @property
-    def is_unplanned(self) -> bool:
-        return False
+    def can_plan(self) -> bool:
+        return True
 
     def find_plans(
         self, x_SM: Tensor, exchange: Exchange, in_chunks: Callable[[], ChunkExperts] | None
     ) -> AssignedPlans | None:
-        if self.cost_trial is not None:
+        if self.cost_measurement is not None:
             return super().find_plans(x_SM, exchange, in_chunks)
         assigned = self.assigned_plans()
         if assigned is not None or in_chunks is None:
             return assigned
         workload = self._workload(x_SM, exchange.max_pairs, exchange.tokens_per_pair)
         if workload not in self.plans_by_workload:
-            can_regroup = in_chunks().can_regroup
+            can_rechunk = in_chunks().can_rechunk
             self.plans_by_workload[workload] = self._make_plans(
-                x_SM, workload, can_regroup, self.kinds, exchange.algorithm
+                x_SM, workload, can_rechunk, self.kinds, exchange.algorithm
             )
         return AssignedPlans(self.plans_by_workload[workload])
 
@@ -305,7 +305,7 @@ class ScheduledPlans(LayerPlans):
             share = uniform_share(gate.experts, gate.k, self.topology.ep.size)
             workload = self._workload(x_SM, tokens * gate.k, share)
             # Fused operations require grouped experts.
-            return self._make_plans(x_SM, workload, can_regroup=True, kinds=(*self.kinds, kind))
+            return self._make_plans(x_SM, workload, can_rechunk=True, kinds=(*self.kinds, kind))
 
         return choose_transport(self.topology, kind, x_SM, plans_for, self.schedule.row_factor)
 
@@ -355,7 +355,7 @@ class ScheduledPlans(LayerPlans):
         self,
         x_SM: Tensor,
         workload: Workload | None,
-        can_regroup: bool,
+        can_rechunk: bool,
         kinds: tuple[str, ...],
         all_to_all: AllToAll | None = None,
     ) -> Plans:
@@ -365,7 +365,7 @@ class ScheduledPlans(LayerPlans):
             costs = self._costs.get((x_SM.dtype, x_SM.device))
             if costs is None:
                 costs = self._costs[x_SM.dtype, x_SM.device] = self.measure_costs(x_SM, all_to_all)
-        plans = self.schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
+        plans = self.schedule.plans(kinds, workload, costs, can_rechunk=can_rechunk)
         if self.shared is not None:
             plans = self._with_shared_expert(plans, workload, self.schedule.costs or costs, kinds, x_SM)
         require_same_plans(self.topology, plans)

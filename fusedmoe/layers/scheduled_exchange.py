@@ -65,7 +65,10 @@ class ExternalExperts:
         return (module for _, module in self.named_modules())
 
     def graph_module(self) -> nn.Module | None:
-        """Return a module that operators can call with the parameters of a graph; None: there is none."""
+        """Return the module that an operator calls in a compiled graph, with the graph's tensors as its parameters.
+
+        None: the experts cannot be called this way.
+        """
         return self.module
 
     def parameters(self) -> Iterable[Tensor]:
@@ -86,15 +89,16 @@ class ScheduledExchange(PlannedLayer):
         exchange = ScheduledExchange(topology, experts, "auto", "my library")
         y_SM = exchange.through_experts(x_SM, autograd.order(number_SK, experts.num_experts), weight_SK)
 
-    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result on disk.
-    A `torch.compile` graph holds the exchange as one operator. Under selective activation checkpoints it runs as with
-    "off".
+    With "auto" or a policy's name, the first forward in each dtype measures the machine and stores the result
+    on disk. A `torch.compile` graph holds the exchange as one operator if it runs by a plan, otherwise as
+    several. Under selective activation checkpoints it runs as with "off".
 
     Attributes:
         number: index among the model's layers, for plans of steps.
     Raises:
         ConfigError: unknown schedule.
-        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both collective.
+        RankError: another rank has a different schedule; raised by construction and `set_schedule`, both
+            collective.
     """
 
     placed = None
@@ -128,8 +132,8 @@ class ScheduledExchange(PlannedLayer):
             collectives.graph_module = self.experts.graph_module()
 
     @property
-    def is_unplanned(self) -> bool:
-        return self.plans.is_unplanned
+    def can_plan(self) -> bool:
+        return self.plans.can_plan
 
     def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
         """Dispatch tokens, run the experts and combine: [S, M], each token's weighted sum of outputs. Collective.
@@ -142,7 +146,7 @@ class ScheduledExchange(PlannedLayer):
         Raises:
             ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
-        if torch.compiler.is_compiling() or self.is_unplanned:
+        if torch.compiler.is_compiling() or not self.can_plan:
             return self.run_in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
         self.checks.raise_deferred()
         return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
@@ -151,7 +155,7 @@ class ScheduledExchange(PlannedLayer):
         """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
         if (collectives := self.dispatcher.collectives) is None:
             return self.dispatcher.through_experts(routed, self.experts)
-        if self.is_unplanned or not self.plans.can_compile or needs_module_call(self.experts):
+        if not (self.can_plan and self.plans.can_compile) or needs_module_call(self.experts):
             return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 

@@ -90,8 +90,6 @@ class ModelConfig:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
-        if self.vocab_size is not None and self.vocab_size < BYTES + (self.objective == "masked"):
-            raise ConfigError(f"vocab_size = {self.vocab_size} is smaller than the {BYTES} bytes and the mask")
         if self.kv_rank is not None:
             self._require_latent()
         if self.head_dim is None and self.model_dim % self.heads:
@@ -113,6 +111,11 @@ class ModelConfig:
         changed = [name for name in changed if (name, preset.experts) != ("experts", None)]
         named = ", ".join(f"{name}={getattr(self, name)}" for name in changed[:3])
         return self.name + f" with {named}" * bool(changed) + f" and {len(changed) - 3} more" * (len(changed) > 3)
+
+    def require_byte_vocabulary(self) -> None:
+        """Raise `ConfigError` if the vocabulary is too small for a model of the command, which reads bytes."""
+        if self.vocab_size is not None and self.vocab_size < BYTES + (self.objective == "masked"):
+            raise ConfigError(f"vocab_size = {self.vocab_size} is smaller than the {BYTES} bytes and the mask")
 
     def _require_latent(self) -> None:
         missing = [name for name in _LATENT if getattr(self, name) is None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fusedmoe.placement.expert_map import ExpertMap, balance_experts
 from fusedmoe.placement.hecate import LayerLoads
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import PlacementCosts
 
-__all__ = ["ExpertMap", "LayerLoads", "Nodes", "Placement", "PlacementCosts", "balance_experts"]
+__all__ = ["ExpertMap", "LayerLoads", "NodeLayout", "Placement", "PlacementCosts", "balance_experts"]

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.replica_search import add_node_local
 from fusedmoe.placement.row_sharing import RowSharing, nearest_rows
 from fusedmoe.placement.traffic import (
@@ -64,7 +64,7 @@ class Balance:
     placement: Placement
     tokens_WE: NDArray[np.int64]
     computed_EV: NDArray[np.int64]
-    nodes: Nodes
+    node_layout: NodeLayout
 
     @property
     def max_rank_rows(self) -> int:
@@ -75,10 +75,10 @@ class Balance:
 
         Rows stay on the rank if possible, otherwise on its node.
         """
-        links, first = self._link_rows, self.nodes.of(rank) * self.nodes.per_node
+        links, first = self._link_rows, self.node_layout.of(rank) * self.node_layout.per_node
         far_sent_EW, far_received_EW = links.sent_EW - links.near_sent_EW, links.received_EW - links.near_received_EW
         sent_EV = _rows_sent_by(rank, far_sent_EW, far_received_EW)
-        inside = slice(first, first + self.nodes.per_node)
+        inside = slice(first, first + self.node_layout.per_node)
         sent_EV[:, inside] += _rows_sent_by(
             rank - first, links.near_sent_EW[:, inside], links.near_received_EW[:, inside]
         )
@@ -97,17 +97,17 @@ class Balance:
 
     def mean_load(self) -> PlacementLoad:
         """Return the load with the same total rows, spread evenly over all ranks and links."""
-        ranks = self.nodes.ranks
+        ranks = self.node_layout.num_ranks
         near, far = int(self._link_rows.near_received_EW.sum()), int(self.load.inter_node_received_W.sum())
         work_W, received_W = (np.full(ranks, -(-rows // ranks)) for rows in (int(self.computed_EV.sum()), far))
         return PlacementLoad(work_W, received_W, int(received_W[0]), -(-near // ranks))
 
     @cached_property
     def _link_rows(self) -> _LinkRows:
-        wanted_EW, nodes = self.tokens_WE.T, self.nodes
+        wanted_EW, node_layout = self.tokens_WE.T, self.node_layout
         kept_EW = np.minimum(wanted_EW, self.computed_EV)
         sent_ENR, received_ENR = (
-            (counts_EW - kept_EW).reshape(-1, nodes.count, nodes.per_node)
+            (counts_EW - kept_EW).reshape(-1, node_layout.num_nodes, node_layout.per_node)
             for counts_EW in (wanted_EW, self.computed_EV)
         )
         inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
@@ -130,7 +130,7 @@ class _LinkRows(NamedTuple):
     near_received_EW: NDArray[np.int64]
 
 
-def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, level: float = 1.0) -> Balance:
+def balance(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int, level: float = 1.0) -> Balance:
     """Assign rows to replicas, and add replicas until no rank computes more than `level` times the mean.
 
     Args:
@@ -141,10 +141,10 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
     Raises:
         ConfigError: sizes do not match; tokens_WE is not counts, or sums to 2³¹ or more; m < 0; level < 1.
     """
-    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
+    tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
     if not 1 <= level < np.inf:
         raise ConfigError(f"balance: level = {level} must be 1 or more, and finite")
-    sharing = RowSharing(tokens_WE, placement, nodes, m)
+    sharing = RowSharing(tokens_WE, placement, node_layout, m)
     for above in sorted((one for one in LEVELS if one > level), reverse=True):
         row_limit = _row_limit(above, tokens_WE)
         sharing.reach_limit(row_limit)
@@ -152,29 +152,34 @@ def balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, le
     row_limit = _row_limit(level, tokens_WE)
     if not sharing.reach_limit(row_limit):
         sharing.replicate(row_limit)
-    return _balance_of(sharing, tokens_WE, nodes)
+    return _balance_of(sharing, tokens_WE, node_layout)
 
 
-def quick_balance(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> Balance:
+def quick_balance(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int) -> Balance:
     """Add replicas that take the surplus rows of overloaded ranks, in under 1 ms for 64 ranks and 256 experts.
 
     Step 2 of `balance` only, with its bound for m ≥ 1: all other rows stay on the nearest owner or replica.
     """
-    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
-    sharing = RowSharing(tokens_WE, placement, nodes, m)
+    tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
+    sharing = RowSharing(tokens_WE, placement, node_layout, m)
     sharing.add_replicas(_row_limit(1.0, tokens_WE))
-    return _balance_of(sharing, tokens_WE, nodes)
+    return _balance_of(sharing, tokens_WE, node_layout)
 
 
 def cheapest_balance(
-    placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts, hidden_s: float = 0.0
+    placement: Placement,
+    tokens_WE: ArrayLike,
+    node_layout: NodeLayout,
+    m: int,
+    costs: PlacementCosts,
+    hidden_s: float = 0.0,
 ) -> Balance:
     """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`). Arguments: see `auto_balance`.
 
     The result never costs more than `balance` with any of `LEVELS`, with m = 0 or this m. New replicas may replace
     underused replicas.
     """
-    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, nodes, m), nodes, m)
+    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, node_layout, m), node_layout, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
     return _search_replicas(placement, level_balances, m, costs, hidden_s, unchanged_s) or unchanged
 
@@ -182,7 +187,7 @@ def cheapest_balance(
 def auto_balance(
     placement: Placement,
     tokens_WE: ArrayLike,
-    nodes: Nodes,
+    node_layout: NodeLayout,
     m: int,
     costs: PlacementCosts,
     planning_s: float = 0.0,
@@ -199,14 +204,14 @@ def auto_balance(
         planning_s: seconds that the search takes, equal on all ranks.
         hidden_s: seconds of backward computation, between the rows of this layer and of the previous layer, that hide
             the transfers of replica gradients.
-        tokens_WE, nodes, m: as for `balance`. m = 0: replicas do not change.
+        tokens_WE, node_layout, m: as for `balance`. m = 0: replicas do not change.
     """
-    tokens_WE = _validate_counts(placement, tokens_WE, nodes, m)
-    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, nodes), nodes)
+    tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
+    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, node_layout), node_layout)
     now_s = layer_s(nearest.load, costs)
     if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _MIN_SAVING * now_s):
         return nearest
-    level_balances = _LevelBalances(placement, tokens_WE, nodes, m)
+    level_balances = _LevelBalances(placement, tokens_WE, node_layout, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
     below_s = unchanged_s - _MIN_SAVING * now_s
     return _search_replicas(placement, level_balances, m, costs, hidden_s, below_s) or unchanged
@@ -221,12 +226,16 @@ def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidde
     Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 6,
     parameters count 5 s and gradients 2 s.
     """
-    after, nodes = balanced.placement, balanced.nodes
+    after, node_layout = balanced.placement, balanced.node_layout
     if after.is_within(before):
         return 0.0
-    there_s = transfers_s(gather_transfers(before.both(after), after, nodes), nodes, costs, costs.expert_bytes)
+    there_s = transfers_s(
+        gather_transfers(before.both(after), after, node_layout), node_layout, costs, costs.expert_bytes
+    )
     if hidden_s:
-        hidden_s -= transfers_s(gather_transfers(before.sharding, before, nodes), nodes, costs, costs.expert_bytes)
+        hidden_s -= transfers_s(
+            gather_transfers(before.sharding, before, node_layout), node_layout, costs, costs.expert_bytes
+        )
     return there_s + there_s - min(there_s, max(0.0, hidden_s))
 
 
@@ -253,10 +262,10 @@ class _LevelBalances:
         unreached_levels: row assignments of levels that need new replicas, by maximum rows per rank.
     """
 
-    def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int) -> None:
-        self.start, self.tokens_WE, self.nodes = start, tokens_WE, nodes
-        sharing = RowSharing(tokens_WE, start, nodes, m)
-        self.balances, self.unreached_levels = [_balance_of(sharing, tokens_WE, nodes)], dict[int, RowSharing]()
+    def __init__(self, start: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, m: int) -> None:
+        self.start, self.tokens_WE, self.node_layout = start, tokens_WE, node_layout
+        sharing = RowSharing(tokens_WE, start, node_layout, m)
+        self.balances, self.unreached_levels = [_balance_of(sharing, tokens_WE, node_layout)], dict[int, RowSharing]()
         for level in reversed(LEVELS):
             row_limit = _row_limit(level, tokens_WE)
             if sharing.work_V.max() > row_limit:
@@ -264,20 +273,20 @@ class _LevelBalances:
                     if sharing.free_slots_V.any():
                         self.unreached_levels[row_limit] = sharing.copy()
                     sharing.reach_lowest_limit(row_limit)
-                self.balances.append(_balance_of(sharing, tokens_WE, nodes))
+                self.balances.append(_balance_of(sharing, tokens_WE, node_layout))
 
     @cached_property
     def _crossing_NE(self) -> NDArray[np.int64]:
         """[N, E], rows that each node sends to other nodes for each expert, ascending."""
-        by_node = (self.start.experts, self.nodes.count, self.nodes.per_node)
+        by_node = (self.start.experts, self.node_layout.num_nodes, self.node_layout.per_node)
         from_EN, copies_EN = (of.reshape(by_node).sum(axis=2) for of in (self.tokens_WE.T, self.start.holds_EW))
         return np.sort(np.where(copies_EN > 0, 0, from_EN).T, axis=1)
 
     def min_inter_node_rows(self, room: int) -> float:
         """Return a lower bound on the busiest rank's inter-node rows with `room` replicas per rank."""
-        room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.nodes.count, -1).sum(axis=1)
+        room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.node_layout.num_nodes, -1).sum(axis=1)
         left_N = (rows_E[: max(0, len(rows_E) - n)].sum() for rows_E, n in zip(self._crossing_NE, room_N, strict=True))
-        return float(max(left_N)) / self.nodes.per_node
+        return float(max(left_N)) / self.node_layout.per_node
 
 
 def _search_replicas(
@@ -288,7 +297,7 @@ def _search_replicas(
     The search starts from the replicas of `before`, also without the underused ones, and with node-local ones added.
     For each start, it adds replicas at each of `LEVELS` that a lower bound of the time does not exclude.
     """
-    tokens_WE, nodes, best = level_balances.tokens_WE, level_balances.nodes, None
+    tokens_WE, node_layout, best = level_balances.tokens_WE, level_balances.node_layout, None
     transfer_s = costs.expert_bytes / max(costs.inter_bytes_s, costs.intra_bytes_s)
 
     def consider(start: Placement, offered: Balance) -> float:
@@ -310,16 +319,16 @@ def _search_replicas(
         """Consider up to `room` new replicas per rank. Return the seconds and the maximum replicas of a rank."""
         sharing = each.unreached_levels[row_limit].copy(room)
         sharing.replicate(row_limit, inside=inside)
-        return consider(each.start, _balance_of(sharing, tokens_WE, nodes)), sharing.max_new_rank_replicas
+        return consider(each.start, _balance_of(sharing, tokens_WE, node_layout)), sharing.max_new_rank_replicas
 
     tries = max(_MIN_RETRIES, _RETRY_BUDGET // tokens_WE.size)
     used = _drop_underused(level_balances.balances[-1])
-    near = add_node_local(used, tokens_WE, nodes, m, costs)
+    near = add_node_local(used, tokens_WE, node_layout, m, costs)
     starts = [near] if near != used else []
     is_uneven = level_balances.balances[-1].max_rank_rows > _row_limit(1.0, tokens_WE)
     if used != before and (tries > _MIN_RETRIES or is_uneven):
         starts.append(used)
-    all_balances = [level_balances, *(_LevelBalances(start, tokens_WE, nodes, m) for start in starts)]
+    all_balances = [level_balances, *(_LevelBalances(start, tokens_WE, node_layout, m) for start in starts)]
     for each in all_balances[1:]:
         for balanced in each.balances:
             consider(each.start, balanced)
@@ -344,9 +353,9 @@ def _search_replicas(
 def _drop_underused(balanced: Balance) -> Placement:
     # Replicas that forwarded their expert must stay.
     placement = balanced.placement
-    transfers = gather_transfers(placement.sharding, placement, balanced.nodes)
+    transfers = gather_transfers(placement.sharding, placement, balanced.node_layout)
     passed_on = {(one.expert, one.source) for one in transfers}
-    few_EV = balanced.computed_EV * balanced.nodes.ranks < _UNDERUSED_FRACTION * balanced.tokens_WE.sum()
+    few_EV = balanced.computed_EV * balanced.node_layout.num_ranks < _UNDERUSED_FRACTION * balanced.tokens_WE.sum()
     holds_EW = placement.holds_EW.copy()
     for one in transfers:
         if few_EV[one.expert, one.target] and (one.expert, one.target) not in passed_on:
@@ -363,8 +372,8 @@ def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Place
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _validate_counts(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int) -> NDArray[np.int64]:
-    tokens_WE = require_token_counts("balance", tokens_WE, placement, nodes)
+def _validate_counts(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int) -> NDArray[np.int64]:
+    tokens_WE = require_token_counts("balance", tokens_WE, placement, node_layout)
     if tokens_WE.sum(dtype=np.float64) >= 2**31:
         raise ConfigError("balance: tokens must be less than 2³¹ in all")
     if m < 0:
@@ -377,8 +386,8 @@ def _row_limit(level: float, tokens_WE: NDArray[np.int64]) -> int:
     return max(-(-rows // ranks), int(level * rows / ranks))
 
 
-def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], nodes: Nodes) -> Balance:
-    return Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), nodes)
+def _balance_of(sharing: RowSharing, tokens_WE: NDArray[np.int64], node_layout: NodeLayout) -> Balance:
+    return Balance(sharing.placement(), tokens_WE, sharing.computed_VE.T.copy(), node_layout)
 
 
 def _split_in_proportion(counts_XR: NDArray[np.int64], part_X: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.balance import Balance, balance, quick_balance
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +63,8 @@ def balance_experts(
         raise ConfigError(f"balance_experts: counts of shape {list(counts_WE.shape)}; give [ranks, experts]")
     ranks, experts = counts_WE.shape
     placement = Placement.even(ranks, experts) if placement is None else placement
-    nodes = Nodes(ranks, ranks if ranks_per_node is None else ranks_per_node)
-    found = (balance if exact else quick_balance)(placement, counts_WE, nodes, replicas)
+    node_layout = NodeLayout(ranks, ranks if ranks_per_node is None else ranks_per_node)
+    found = (balance if exact else quick_balance)(placement, counts_WE, node_layout, replicas)
     slots = int(np.bincount(placement.owners, minlength=ranks).max()) + replicas
     return ExpertMap(found, max(slots, int(found.placement.holds_EW.sum(axis=0).max())), torch.device(device))
 
@@ -91,7 +91,7 @@ class ExpertMap:
     @cached_property
     def physical_to_logical_P(self) -> Tensor:
         """[P] int64, the expert in each slot; -1: empty."""
-        found_P = np.full(self.balance.nodes.ranks * self.slots, -1)
+        found_P = np.full(self.balance.node_layout.num_ranks * self.slots, -1)
         found_P[self._physical_of_copy] = self._copies[0]
         return self._tensor(found_P)
 
@@ -108,7 +108,7 @@ class ExpertMap:
     @cached_property
     def load_P(self) -> Tensor:
         """[P] int64, rows that each physical expert computes in this batch."""
-        found_P = np.zeros(self.balance.nodes.ranks * self.slots, np.int64)
+        found_P = np.zeros(self.balance.node_layout.num_ranks * self.slots, np.int64)
         found_P[self._physical_of_copy] = self.balance.computed_EV[self._copies]
         return self._tensor(found_P)
 
@@ -151,12 +151,12 @@ class ExpertMap:
         Rows are sent in ascending order of their physical expert, one row per choice.
         """
         self._require_rank(rank)
-        sent_WV = [self.balance.sent_from(source).sum(axis=0) for source in range(self.balance.nodes.ranks)]
+        sent_WV = [self.balance.sent_from(source).sum(axis=0) for source in range(self.balance.node_layout.num_ranks)]
         return sent_WV[rank].tolist(), [int(sent_V[rank]) for sent_V in sent_WV]
 
     def _require_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.balance.nodes.ranks:
-            raise ConfigError(f"ExpertMap: rank {rank} is not one of 0 to {self.balance.nodes.ranks - 1}")
+        if not 0 <= rank < self.balance.node_layout.num_ranks:
+            raise ConfigError(f"ExpertMap: rank {rank} is not one of 0 to {self.balance.node_layout.num_ranks - 1}")
 
     @cached_property
     def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -173,7 +173,7 @@ class ExpertMap:
         experts, ranks = self._copies
         is_replica = np.asarray(self.balance.placement.owners)[experts] != ranks
         order = np.lexsort((experts, is_replica, ranks))  # per rank: owned experts, then replicas
-        held_W = np.bincount(ranks, minlength=self.balance.nodes.ranks)
+        held_W = np.bincount(ranks, minlength=self.balance.node_layout.num_ranks)
         slot = np.empty_like(experts)
         slot[order] = np.arange(len(order)) - np.repeat(held_W.cumsum() - held_W, held_W)
         return ranks * self.slots + slot

@@ -24,7 +24,7 @@ from fusedmoe.compat.torch import tensor_version
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import Transfer, chain_gathers, gather_transfers
 
 
@@ -43,7 +43,7 @@ class ExpertTable:
 
     def __init__(self, experts: Experts, num_experts: int, topology: Topology) -> None:
         require_movable_experts(experts, num_experts)
-        self.experts, self.group, self.shards, self.nodes = experts, topology.ep, topology.esp, nodes_of(topology)
+        self.experts, self.group, self.shards, self.node_layout = experts, topology.ep, topology.esp, nodes_of(topology)
         self.set_placement(Placement.even(topology.ep.size, num_experts))
 
     def copy_for(self, experts: Experts) -> ExpertTable:
@@ -54,7 +54,7 @@ class ExpertTable:
 
     def set_placement(self, placement: Placement) -> None:
         self.placement, self.current = placement, placement.sharding
-        self.experts_W = [placement.owned(rank) for rank in range(placement.ranks)]
+        self.experts_W = [placement.owned(rank) for rank in range(placement.num_ranks)]
         self._transfers: tuple[Transfer, ...] | None = None
         self._set_current(placement)
         self.experts.own_numbers, self.experts.is_placed = placement.owned(self.group.index), True
@@ -69,7 +69,7 @@ class ExpertTable:
 
         Rows of other replicas are reused; these replicas send no gradients.
         """
-        more = gather_transfers(self.current.both(target), target, self.nodes)
+        more = gather_transfers(self.current.both(target), target, self.node_layout)
         kept = tuple(one for one in self.transfers if target.holds_EW[one.expert, one.target])
         self._set_current(target)
         self._transfers = chain_gathers(kept, more)
@@ -81,7 +81,7 @@ class ExpertTable:
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         if self._transfers is None:
-            self._transfers = gather_transfers(self.sharding, self.current, self.nodes)
+            self._transfers = gather_transfers(self.sharding, self.current, self.node_layout)
         return self._transfers
 
     @property
@@ -149,13 +149,13 @@ def initial_place(experts: int, topology: Topology) -> Place:
     return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
 
 
-def nodes_of(topology: Topology) -> Nodes:
+def nodes_of(topology: Topology) -> NodeLayout:
     """Return the nodes of the EP group. Ranks that do not fill nodes in order count as one node each."""
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
     even = len(node_W) == per_node * len(set(node_W))
     even = even and all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
-    return Nodes(len(node_W), per_node if even else 1)
+    return NodeLayout(len(node_W), per_node if even else 1)
 
 
 def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.replica_search import accept_if_faster, improve
 from fusedmoe.placement.traffic import PlacementCosts, gather_transfers, layer_s, placement_load, transfers_s
 
@@ -37,7 +37,7 @@ class LayerLoads:
     step: int
     placement: Placement
     history_IE: NDArray[np.int64]
-    nodes: Nodes
+    node_layout: NodeLayout
     costs: PlacementCosts
 
 
@@ -51,11 +51,11 @@ def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placeme
     `t`, `m`: as for `materialise`. `searches`: if False, Algorithm 1 as published, with replicas that save no time.
     """
     sharding, load_E = now.placement.sharding, predict_load(now.history_IE)
-    placement = materialise(sharding, load_E, now.nodes, t, m)
+    placement = materialise(sharding, load_E, now.node_layout, t, m)
     if not searches:
         return placement
-    placement = improve(sharding, placement, load_E, now.nodes, t, m, now.costs)
-    return accept_if_faster(sharding, placement, load_E, now.nodes, now.costs)
+    placement = improve(sharding, placement, load_E, now.node_layout, t, m, now.costs)
+    return accept_if_faster(sharding, placement, load_E, now.node_layout, now.costs)
 
 
 def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.float64]:
@@ -92,7 +92,7 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
     return math.floor(idle_s * bytes_per_s / expert_bytes)
 
 
-def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int) -> Placement:
+def materialise(placement: Placement, load_E: ArrayLike, node_layout: NodeLayout, t: int, m: int) -> Placement:
     """Add replicas to `placement` by load per holder (Algorithm 1).
 
     If every rank has room for `t` more replicas (t ≤ m), each rank gets the `t` experts with the highest load.
@@ -108,10 +108,10 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
         ConfigError: sizes do not match, a load is negative or not finite, t or m is negative.
     """
     load_E = np.asarray(load_E, dtype=np.float64)
-    if placement.ranks != nodes.ranks or load_E.shape != (placement.experts,):
+    if placement.num_ranks != node_layout.num_ranks or load_E.shape != (placement.experts,):
         raise ConfigError(
-            f"materialisation: {placement.experts} experts on {placement.ranks} ranks, but loads of shape "
-            f"{load_E.shape} and {nodes.ranks} ranks in nodes"
+            f"materialisation: {placement.experts} experts on {placement.num_ranks} ranks, but loads of shape "
+            f"{load_E.shape} and {node_layout.num_ranks} ranks in nodes"
         )
     _require_loads(load_E, "materialisation")
     if t < 0 or m < 0:
@@ -133,25 +133,28 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
             break  # the other experts have no load
         holding = np.flatnonzero(holds_EW[expert]).tolist()
         # Rounded half up.
-        num_replicas = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
+        num_replicas = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), node_layout.num_ranks - 1)
         part = float(load_E[expert]) / (len(holding) + num_replicas)
         for rank in holding:
             work_W[rank] += part - float(share_E[expert])
         load_left -= share_E[expert]
-        chosen = _choose_ranks(num_replicas, holding, free, work_W, part, nodes)
+        chosen = _choose_ranks(num_replicas, holding, free, work_W, part, node_layout)
         holds_EW[expert, chosen] = True
         slots_left -= len(chosen)
     return Placement.holding(placement.owners, holds_EW)
 
 
 def _choose_ranks(
-    num_replicas: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
+    num_replicas: int, holding: list[int], free: list[int], work: list[float], part: float, node_layout: NodeLayout
 ) -> list[int]:
     """Return the ranks for up to `num_replicas` replicas. Updates `free` slots and `work` per rank in place."""
     chosen: list[int] = []
-    covered = {nodes.of(rank) for rank in holding}
+    covered = {node_layout.of(rank) for rank in holding}
     free_N, work_N = (
-        [sum(by_rank[node * nodes.per_node : (node + 1) * nodes.per_node]) for node in range(nodes.count)]
+        [
+            sum(by_rank[node * node_layout.per_node : (node + 1) * node_layout.per_node])
+            for node in range(node_layout.num_nodes)
+        ]
         for by_rank in (free, work)
     )
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
@@ -159,7 +162,7 @@ def _choose_ranks(
     # Nodes without a replica first: their tokens for the expert then stay on the node. Then most free slots, as in the
     # paper. The paper leaves ties open: least work, then the lower rank.
     def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
-        node = nodes.of(rank)
+        node = node_layout.of(rank)
         return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
 
     while open_ranks and len(chosen) < num_replicas:
@@ -167,10 +170,10 @@ def _choose_ranks(
         open_ranks.remove(rank)
         chosen.append(rank)
         free[rank] -= 1
-        free_N[nodes.of(rank)] -= 1
+        free_N[node_layout.of(rank)] -= 1
         work[rank] += part
-        work_N[nodes.of(rank)] += part
-        covered.add(nodes.of(rank))
+        work_N[node_layout.of(rank)] += part
+        covered.add(node_layout.of(rank))
     return chosen
 
 
@@ -179,36 +182,40 @@ def _require_loads(loads: NDArray[np.float64], what: str) -> None:
         raise ConfigError(f"{what}: a load is negative or not finite")
 
 
-def calibrate(placement: Placement, tokens_WE: ArrayLike, nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
+def calibrate(
+    placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int, costs: PlacementCosts
+) -> Placement:
     """Return the fastest of `placement` and candidates with more replicas, including their transfers.
 
     Candidates are results of Algorithm 1 from `placement` with the actual token counts and the remaining memory.
     `tokens_WE`, `m`: as for `balance.balance`.
     """
     load_E = np.asarray(tokens_WE).sum(axis=0)
-    best, best_s = placement, layer_s(placement_load(tokens_WE, placement, nodes), costs)
+    best, best_s = placement, layer_s(placement_load(tokens_WE, placement, node_layout), costs)
     # Only powers of two as overlap degrees: tokens wait for this search.
     for t in (1 << power for power in range((placement.experts - 1).bit_length() + 1)):
-        candidate = materialise(placement, load_E, nodes, t, m)
+        candidate = materialise(placement, load_E, node_layout, t, m)
         if candidate == placement:
             continue
-        seconds = layer_s(placement_load(tokens_WE, candidate, nodes), costs) + exposed_gather_s(
-            placement, candidate, nodes, costs
+        seconds = layer_s(placement_load(tokens_WE, candidate, node_layout), costs) + exposed_gather_s(
+            placement, candidate, node_layout, costs
         )
         if seconds < best_s:
             best, best_s = candidate, seconds
     return best
 
 
-def exposed_gather_s(before: Placement, after: Placement, nodes: Nodes, costs: PlacementCosts) -> float:
-    return 2 * transfers_s(gather_transfers(before, after, nodes), nodes, costs, costs.expert_bytes)
+def exposed_gather_s(before: Placement, after: Placement, node_layout: NodeLayout, costs: PlacementCosts) -> float:
+    return 2 * transfers_s(gather_transfers(before, after, node_layout), node_layout, costs, costs.expert_bytes)
 
 
 def max_owned_experts(layers: int, experts: int, ranks: int) -> int:
     return -(-layers * experts // ranks)
 
 
-def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t: int) -> tuple[Placement, ...]:
+def reshard(
+    shardings: Sequence[Placement], load_LE: ArrayLike, node_layout: NodeLayout, t: int
+) -> tuple[Placement, ...]:
     """Choose owners in all layers that balance the load of experts without replicas over ranks (Algorithm 2).
 
     In each layer, all experts except the `t` with the highest load are placed, largest first: on the node with the
@@ -227,41 +234,43 @@ def reshard(shardings: Sequence[Placement], load_LE: ArrayLike, nodes: Nodes, t:
         ConfigError: sizes do not match, or a placement has replicas.
     """
     load_LE = np.asarray(load_LE, dtype=np.float64)
-    sizes = {(sharding.ranks, sharding.experts) for sharding in shardings}
+    sizes = {(sharding.num_ranks, sharding.experts) for sharding in shardings}
     if len(sizes) != 1 or load_LE.shape != (len(shardings), shardings[0].experts):
         raise ConfigError(
             f"sharding: loads of shape {load_LE.shape} for {len(shardings)} layers of {sorted(sizes)} ranks and experts"
         )
-    if shardings[0].ranks != nodes.ranks:
-        raise ConfigError(f"sharding: {shardings[0].ranks} ranks hold experts, {nodes.ranks} stand in nodes")
+    if shardings[0].num_ranks != node_layout.num_ranks:
+        raise ConfigError(
+            f"sharding: {shardings[0].num_ranks} ranks hold experts, {node_layout.num_ranks} stand in nodes"
+        )
     _require_loads(load_LE, "sharding")
     if any(any(sharding.replicas) for sharding in shardings):
         raise ConfigError("sharding: a placement has replicas; give shardings")
     layers, experts = load_LE.shape
-    free_W = np.full(nodes.ranks, max_owned_experts(layers, experts, nodes.ranks))
+    free_W = np.full(node_layout.num_ranks, max_owned_experts(layers, experts, node_layout.num_ranks))
     owner_LE = np.full((layers, experts), -1)
     order_LE = np.argsort(-load_LE, axis=1, kind="stable")
     t = min(t, experts)
     largest_L = load_LE[np.arange(layers), order_LE[:, t]] if t < experts else np.zeros(layers)
     # Hardest first, while every rank has room: the layer with the largest expert load.
     for layer in np.argsort(-largest_L, kind="stable").tolist():
-        work_W = np.zeros(nodes.ranks)
+        work_W = np.zeros(node_layout.num_ranks)
         for expert in order_LE[layer, t:].tolist():
-            rank = _least_loaded_rank(work_W, free_W, nodes)
+            rank = _least_loaded_rank(work_W, free_W, node_layout)
             owner_LE[layer, expert] = rank
             work_W[rank] += load_LE[layer, expert]
             free_W[rank] -= 1
-    busiest_LT, room = order_LE[:, :t], max_owned_experts(layers, experts, nodes.ranks)
+    busiest_LT, room = order_LE[:, :t], max_owned_experts(layers, experts, node_layout.num_ranks)
     before_LE = np.array([sharding.owners for sharding in shardings])
     stays = (before_LE == owner_LE)[owner_LE >= 0].all() and np.bincount(before_LE.ravel()).max() <= room
-    found_LE = before_LE if stays else _assign_busiest(before_LE, owner_LE, busiest_LT, free_W, nodes)
+    found_LE = before_LE if stays else _assign_busiest(before_LE, owner_LE, busiest_LT, free_W, node_layout)
     # Repeat while this reduces crowding: a second call must change nothing.
     while True:
-        next_LE = _assign_busiest(found_LE, owner_LE, busiest_LT, free_W, nodes)
-        if _count_crowded(next_LE, busiest_LT, nodes) >= _count_crowded(found_LE, busiest_LT, nodes):
+        next_LE = _assign_busiest(found_LE, owner_LE, busiest_LT, free_W, node_layout)
+        if _count_crowded(next_LE, busiest_LT, node_layout) >= _count_crowded(found_LE, busiest_LT, node_layout):
             break
         found_LE = next_LE
-    chosen = tuple(Placement(nodes.ranks, tuple(owners)) for owners in found_LE.tolist())
+    chosen = tuple(Placement(node_layout.num_ranks, tuple(owners)) for owners in found_LE.tolist())
     return tuple(shardings) if chosen == tuple(shardings) else chosen
 
 
@@ -279,7 +288,7 @@ def _assign_busiest(
     others_LE: NDArray[np.int64],
     busiest_LT: NDArray[np.int64],
     free_W: NDArray[np.int64],
-    nodes: Nodes,
+    node_layout: NodeLayout,
 ) -> NDArray[np.int64]:
     """Return the owners of all experts, [L, E], with chosen owners for the t busiest experts of each layer.
 
@@ -296,38 +305,38 @@ def _assign_busiest(
         for layer, expert in enumerate(busiest_LT[:, column].tolist()):
             rank = int(before_LE[layer, expert])
             # An owner of many of a layer's t busiest experts would send them all, and sum their gradients.
-            is_crowded = (owner_LE[layer, busiest_LT[layer, :column]] == rank).sum() * nodes.ranks >= t
+            is_crowded = (owner_LE[layer, busiest_LT[layer, :column]] == rank).sum() * node_layout.num_ranks >= t
             if free_W[rank] > 0 and not is_crowded:
                 owner_LE[layer, expert] = rank
                 free_W[rank] -= 1
             else:
                 to_reassign.append((layer, expert))
     for layer, expert in to_reassign:
-        owned_W = np.bincount(owner_LE[layer, busiest_LT[layer]] + 1, minlength=nodes.ranks + 1)[1:]
-        rank = _least_loaded_rank(owned_W, free_W, nodes, prefer_most_free=True)
+        owned_W = np.bincount(owner_LE[layer, busiest_LT[layer]] + 1, minlength=node_layout.num_ranks + 1)[1:]
+        rank = _least_loaded_rank(owned_W, free_W, node_layout, prefer_most_free=True)
         owner_LE[layer, expert] = rank
         free_W[rank] -= 1
     return owner_LE
 
 
-def _count_crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], nodes: Nodes) -> int:
+def _count_crowded(owner_LE: NDArray[np.int64], busiest_LT: NDArray[np.int64], node_layout: NodeLayout) -> int:
     """Count the busiest experts that ranks own beyond t / ranks per layer, rounded up."""
     layers, t = busiest_LT.shape
-    owned_LW = np.zeros((layers, nodes.ranks), dtype=np.int64)
+    owned_LW = np.zeros((layers, node_layout.num_ranks), dtype=np.int64)
     np.add.at(owned_LW, (np.arange(layers)[:, None], np.take_along_axis(owner_LE, busiest_LT, axis=1)), 1)
-    return int(np.maximum(owned_LW - -(-t // nodes.ranks), 0).sum())
+    return int(np.maximum(owned_LW - -(-t // node_layout.num_ranks), 0).sum())
 
 
 def _least_loaded_rank(
-    work_W: NDArray[np.generic], free_W: NDArray[np.int64], nodes: Nodes, prefer_most_free: bool = False
+    work_W: NDArray[np.generic], free_W: NDArray[np.int64], node_layout: NodeLayout, prefer_most_free: bool = False
 ) -> int:
     """Return the rank with the least work on the node with the least work, among ranks with free slots."""
-    work_NR = work_W.reshape(nodes.count, nodes.per_node)
-    free_NR = free_W.reshape(nodes.count, nodes.per_node)
+    work_NR = work_W.reshape(node_layout.num_nodes, node_layout.per_node)
+    free_NR = free_W.reshape(node_layout.num_nodes, node_layout.per_node)
     # Ties: fewer free slots first, as in the paper, or more.
     sign = -1 if prefer_most_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()
     node = min(open_N, key=lambda n: (work_NR[n].sum(), sign * free_NR[n].sum(), n))
     open_R = np.flatnonzero(free_NR[node] > 0).tolist()
     rank = min(open_R, key=lambda r: (work_NR[node, r], sign * free_NR[node, r], r))
-    return int(node * nodes.per_node + rank)
+    return int(node * node_layout.per_node + rank)

@@ -268,7 +268,7 @@ class PlacedExperts:
         if settings.calibrate is not None and training:
             self._add_replicas(settings.calibrate(table.current, sum_over_shards(table.shards, tokens_WE)))
         if settings.share_rows is None:
-            sent_EV = split_tokens(tokens_WE, table.current, table.nodes)[me]
+            sent_EV = split_tokens(tokens_WE, table.current, table.node_layout)[me]
         else:
             # Once per step: recomputations and backward passes need the tables of the forward.
             may_add = training and may_add and not self._replicas_are_final

@@ -31,28 +31,28 @@ _WORD = re.compile(r"\+?\d+", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeLayout:
     """Nodes of `per_node` consecutive ranks. Raises `ConfigError` unless all nodes are full."""
 
-    ranks: int
+    num_ranks: int
     per_node: int
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.per_node < 1 or self.ranks % self.per_node:
+        if self.num_ranks < 1 or self.per_node < 1 or self.num_ranks % self.per_node:
             raise ConfigError(
-                f"{self.ranks} ranks cannot stand in nodes of {self.per_node}: "
+                f"{self.num_ranks} ranks cannot stand in nodes of {self.per_node}: "
                 "give as many ranks as a multiple of the ranks of a node"
             )
 
     @property
-    def count(self) -> int:
-        return self.ranks // self.per_node
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.per_node
 
     def of(self, rank: int) -> int:
         return rank // self.per_node
 
     def __str__(self) -> str:
-        return f"{self.count} × {self.per_node}"
+        return f"{self.num_nodes} × {self.per_node}"
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Placement:
     Raises `ConfigError` for an invalid rank, and for a rank that holds an expert twice.
 
     Attributes:
-        ranks: number of ranks; a rank may hold nothing.
+        num_ranks: a rank may hold nothing.
         owners: [E], the owner of each expert.
         replicas: [E], the ranks with a replica of each expert, without the owner.
     """
 
-    ranks: int
+    num_ranks: int
     owners: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
 
@@ -77,25 +77,29 @@ class Placement:
         replicas = tuple(tuple(sorted(map(int, of))) if of else () for of in self.replicas) or ((),) * len(owners)
         object.__setattr__(self, "owners", owners)
         object.__setattr__(self, "replicas", replicas)
-        if self.ranks < 1 or not owners:
-            raise ConfigError(f"placement: {len(owners)} experts on {self.ranks} ranks; it needs one of each at least")
+        if self.num_ranks < 1 or not owners:
+            raise ConfigError(
+                f"placement: {len(owners)} experts on {self.num_ranks} ranks; it needs one of each at least"
+            )
         if len(replicas) != len(owners):
             raise ConfigError(f"placement: replicas of {len(replicas)} experts, but owners of {len(owners)}")
         for expert, (owner, holders) in enumerate(zip(owners, replicas, strict=True)):
-            if not holders and 0 <= owner < self.ranks:
+            if not holders and 0 <= owner < self.num_ranks:
                 continue  # most experts need no further checks
             for rank in (owner, *holders):
-                if not 0 <= rank < self.ranks:
-                    raise ConfigError(f"placement: expert {expert} is on rank {rank}; ranks are 0 to {self.ranks - 1}")
+                if not 0 <= rank < self.num_ranks:
+                    raise ConfigError(
+                        f"placement: expert {expert} is on rank {rank}; ranks are 0 to {self.num_ranks - 1}"
+                    )
             if owner in holders:
                 raise ConfigError(f"placement: rank {owner} owns expert {expert}, so it cannot hold a replica as well")
             if len(set(holders)) < len(holders):
                 raise ConfigError(f"placement: a rank holds two replicas of expert {expert} (ranks {list(holders)})")
 
     @classmethod
-    def even(cls, ranks: int, experts: int) -> Placement:
+    def even(cls, num_ranks: int, experts: int) -> Placement:
         """Return the placement of static expert parallelism: experts in order, as even as possible."""
-        return cls(ranks, tuple(expert * ranks // experts for expert in range(experts)))
+        return cls(num_ranks, tuple(expert * num_ranks // experts for expert in range(experts)))
 
     @classmethod
     def holding(cls, owners: Iterable[int], holds_EW: NDArray[np.bool_]) -> Placement:
@@ -121,7 +125,7 @@ class Placement:
         """Read-only [E, W] bool: whether a rank holds an expert, as owner or replica."""
         held = [(expert, rank) for expert, others in enumerate(self.replicas) for rank in others]
         expert_n, rank_n = np.array([*enumerate(self.owners), *held]).T
-        holds_EW = np.zeros((self.experts, self.ranks), dtype=np.bool_)
+        holds_EW = np.zeros((self.experts, self.num_ranks), dtype=np.bool_)
         holds_EW[expert_n, rank_n] = True
         holds_EW.flags.writeable = False  # cached: must not change
         return holds_EW
@@ -129,7 +133,7 @@ class Placement:
     @property
     def sharding(self) -> Placement:
         """The placement with the same owners, without replicas."""
-        return Placement(self.ranks, self.owners)
+        return Placement(self.num_ranks, self.owners)
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """Return the experts that a rank owns, ascending."""
@@ -137,7 +141,7 @@ class Placement:
 
     def extra_W(self) -> NDArray[np.int64]:
         """Return the number of replicas on each rank, [W]."""
-        return self.holds_EW.sum(axis=0) - np.bincount(self.owners, minlength=self.ranks)
+        return self.holds_EW.sum(axis=0) - np.bincount(self.owners, minlength=self.num_ranks)
 
     def both(self, other: Placement) -> Placement:
         """Return the placement with the replicas that both have. Owners must be equal."""
@@ -145,12 +149,12 @@ class Placement:
 
     def is_within(self, other: Placement) -> bool:
         """Return whether `other` has the same owners and at least these replicas."""
-        same = (self.ranks, self.owners) == (other.ranks, other.owners)
+        same = (self.num_ranks, self.owners) == (other.num_ranks, other.owners)
         return same and not (self.holds_EW & ~other.holds_EW).any()
 
     def __str__(self) -> str:
         """Return a line for each rank; `parse` is the inverse."""
-        lines: list[list[str]] = [[f"{rank}:"] for rank in range(self.ranks)]
+        lines: list[list[str]] = [[f"{rank}:"] for rank in range(self.num_ranks)]
         for expert, owner in enumerate(self.owners):
             lines[owner].append(str(expert))
         for expert, others in enumerate(self.replicas):

@@ -14,14 +14,14 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.placement.balance import Balance, auto_balance, cheapest_balance
 from fusedmoe.placement.hecate import LayerLoads, LayerPolicy, hecate, is_due, is_uneven, predict_load, reshard
 from fusedmoe.placement.placed_experts import PlacedExperts
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import PlacementCosts
 from fusedmoe.runtime.cache import measured_costs
 
 HECATE_POLICIES = ("hecate", "algorithm1")
 
-#: Adds replicas after a layer's gate: (placement, tokens_WE, nodes, m, costs) -> placement, as `calibrate`.
-Correction = Callable[[Placement, NDArray[np.int64], Nodes, int, PlacementCosts], Placement]
+#: Adds replicas after a layer's gate: (placement, tokens_WE, node_layout, m, costs) -> placement, as `calibrate`.
+Correction = Callable[[Placement, NDArray[np.int64], NodeLayout, int, PlacementCosts], Placement]
 
 #: Placeholder if no decision depends on costs.
 UNKNOWN_COSTS = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
@@ -54,10 +54,10 @@ class PlacementPlanner:
         overlap: int,
         may_reshard: bool,
         correction: Correction | None,
-        nodes: Nodes,
+        node_layout: NodeLayout,
     ) -> None:
         self.policy, self.memory, self.overlap, self.may_reshard = policy, memory, overlap, may_reshard
-        self.correction, self.nodes = correction, nodes
+        self.correction, self.node_layout = correction, node_layout
         self.costs = UNKNOWN_COSTS
         self.planning_s: float | None = None
 
@@ -69,11 +69,11 @@ class PlacementPlanner:
         if self.policy in HECATE_POLICIES and self.may_reshard and is_due(iteration):
             shardings, load_LE = tuple(placement.sharding for placement in before), predict_load(history_ILE)
             if self.planning_s is None or is_uneven(shardings, load_LE):
-                before = reshard(shardings, load_LE, self.nodes, self.overlap)
+                before = reshard(shardings, load_LE, self.node_layout, self.overlap)
         # Layers are independent: distribute them over ranks.
         chosen_here = []
         for layer in range(world.index, len(before), world.size):
-            loads = LayerLoads(iteration, before[layer], history_ILE[:, layer], self.nodes, self.costs)
+            loads = LayerLoads(iteration, before[layer], history_ILE[:, layer], self.node_layout, self.costs)
             placement = self._choose_placement(loads, layer)
             chosen_here.append((placement.owners, placement.replicas))
         owners = [placement.owners for placement in before]
@@ -84,7 +84,7 @@ class PlacementPlanner:
                 "run the same versions of this library and of NumPy on every rank"
             )
         chosen = [of_ranks[layer % world.size][1][layer // world.size] for layer in range(len(before))]
-        return [Placement(self.nodes.ranks, *owners_and_replicas) for owners_and_replicas in chosen]
+        return [Placement(self.node_layout.num_ranks, *owners_and_replicas) for owners_and_replicas in chosen]
 
     def _choose_placement(self, loads: LayerLoads, layer: int) -> Placement:
         before = loads.placement
@@ -93,7 +93,7 @@ class PlacementPlanner:
         if not callable(self.policy):
             return hecate(loads, t=self.overlap, m=self.memory, searches=self.policy == "hecate")
         placement = call_policy(self.policy, loads)
-        same = (placement.ranks, placement.experts) == (before.ranks, before.experts)
+        same = (placement.num_ranks, placement.experts) == (before.num_ranks, before.experts)
         if not same or not (self.may_reshard or placement.owners == before.owners):
             raise ConfigError(
                 f"ShardedExperts: the policy has placed layer {layer} as {_one_line(placement)} after "
@@ -103,7 +103,7 @@ class PlacementPlanner:
 
     def calibrate(self, placement: Placement, tokens_WE: NDArray[np.int64]) -> Placement:
         assert self.correction is not None
-        calibrated = self.correction(placement, tokens_WE, self.nodes, self.memory, self.costs)
+        calibrated = self.correction(placement, tokens_WE, self.node_layout, self.memory, self.costs)
         if not placement.is_within(calibrated):
             raise ConfigError(
                 f"ShardedExperts: calibrates made a placement that lacks something of the one before: "
@@ -117,18 +117,18 @@ class PlacementPlanner:
         # Backward takes twice as long as forward, which hides t experts.
         hidden_s = 2 * self.overlap * self.costs.expert_bytes / self.costs.inter_bytes_s
         if self.planning_s is None:
-            return cheapest_balance(placement, tokens_WE, self.nodes, m, self.costs, hidden_s)
-        return auto_balance(placement, tokens_WE, self.nodes, m, self.costs, self.planning_s, hidden_s)
+            return cheapest_balance(placement, tokens_WE, self.node_layout, m, self.costs, hidden_s)
+        return auto_balance(placement, tokens_WE, self.node_layout, m, self.costs, self.planning_s, hidden_s)
 
     def measure_planning(self, placed: PlacedExperts, topology: Topology) -> None:
         """Measure `planning_s`. Collective over all ranks."""
         sharding = placed.table.sharding
-        skewed_WE = np.tile(4096 // np.arange(1, sharding.experts + 1), (sharding.ranks, 1))  # by Zipf's law
+        skewed_WE = np.tile(4096 // np.arange(1, sharding.experts + 1), (sharding.num_ranks, 1))  # by Zipf's law
         seconds = []
         for _ in range(3):  # the first also imports and allocates
             start = perf_counter()
-            balance = auto_balance(sharding, skewed_WE, self.nodes, self.memory, self.costs)
-            auto_balance(balance.placement, skewed_WE, self.nodes, 0, self.costs)  # as in `split_rows`
+            balance = auto_balance(sharding, skewed_WE, self.node_layout, self.memory, self.costs)
+            auto_balance(balance.placement, skewed_WE, self.node_layout, 0, self.costs)  # as in `split_rows`
             seconds.append(perf_counter() - start)
         self.planning_s = max_over_ranks_s(topology.world, [min(seconds)], "time to balance in")[0]
 

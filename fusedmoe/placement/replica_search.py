@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts
 
 # Weight of the imbalance over all ranks in the objective, to choose among equally fast placements.
@@ -26,7 +26,13 @@ _MIN_SAVING = 0.02
 
 
 def improve(
-    placement: Placement, start: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m: int, costs: PlacementCosts
+    placement: Placement,
+    start: Placement,
+    load_E: ArrayLike,
+    node_layout: NodeLayout,
+    t: int,
+    m: int,
+    costs: PlacementCosts,
 ) -> Placement:
     """Return `start`, or a placement within the same limits that makes the layer faster at the expected load.
 
@@ -37,9 +43,9 @@ def improve(
     Args:
         placement: owners and replicas, which are kept.
         start: the result of Algorithm 1 for `placement`.
-        load_E, nodes, t, m: as for `materialise`.
+        load_E, node_layout, t, m: as for `materialise`.
     """
-    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, t, m, costs)
+    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), node_layout, t, m, costs)
     if search.compute_s == search.exchange_s == 0:
         return start  # the costs are unknown
     # With few slots Algorithm 1 may be a bad start.
@@ -49,41 +55,49 @@ def improve(
 
 
 def accept_if_faster(
-    placement: Placement, candidate: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts
+    placement: Placement, candidate: Placement, load_E: ArrayLike, node_layout: NodeLayout, costs: PlacementCosts
 ) -> Placement:
     """Return `candidate` if it makes the layer over 2% faster than `placement`, or if costs are unknown (0)."""
-    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
+    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), node_layout, 0, 0, costs)
     # Even hidden transfers are not free.
     saves = search.layer_s(candidate.holds_EW) < (1 - _MIN_SAVING) * search.layer_s(placement.holds_EW)
     return candidate if saves or search.compute_s == search.exchange_s == 0 else placement
 
 
 class _ReplicaSearch:
-    """State of `improve`.
+    """Local search for `improve`: repeats the best step while it reduces the objective.
 
-    A placement is rated by a vector [C] of token counts in one all-to-all: [W] that each rank computes, [W] that it
-    receives from other nodes, and [N] that each rank of a node sends to other nodes. A change is (expert, from, to):
-    the rank that loses and the rank that gets a replica; W means no rank. A step is one change or two. Axes: A, the
-    candidates of a kind of step; V, the ranks and W (no rank).
+    A step makes one or two changes. A change is (expert, from, to): `from` loses the expert's replica and `to` gets
+    one; W in place of a rank means none.
+
+    Placements are compared by their token counts in one all-to-all, a vector [C] = [W + W + N]: the tokens that each of
+    W ranks computes, those that it receives from other nodes, and those that each rank of each of N nodes sends to
+    other nodes. Further axes: A, candidate steps; V, the W ranks and "no rank".
     """
 
     def __init__(
-        self, placement: Placement, load_E: NDArray[np.float64], nodes: Nodes, t: int, m: int, costs: PlacementCosts
+        self,
+        placement: Placement,
+        load_E: NDArray[np.float64],
+        node_layout: NodeLayout,
+        t: int,
+        m: int,
+        costs: PlacementCosts,
     ) -> None:
-        self.fixed_EW, self.nodes, self.t = placement.holds_EW, nodes, t
+        self.fixed_EW, self.node_layout, self.t = placement.holds_EW, node_layout, t
         self.room_W = np.maximum(m - placement.extra_W(), 0)
-        self.rank_load_E = load_E / nodes.ranks
+        self.rank_load_E = load_E / node_layout.num_ranks
         self.compute_s, self.exchange_s = costs.token_s, EXCHANGES * costs.token_bytes / costs.inter_bytes_s
         self.imbalance_weight = _IMBALANCE_WEIGHT / max(float(load_E.sum()), 1e-300)
 
     def layer_s(self, holds_EW: NDArray[np.bool_]) -> float:
         total_C = self.token_counts(holds_EW, self.rank_load_E).sum(axis=0)
-        ranks = self.nodes.ranks
+        ranks = self.node_layout.num_ranks
         return float(self.compute_s * total_C[:ranks].max() + self.exchange_s * total_C[ranks:].max())
 
     def descend(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
         holds_EW = holds_EW.copy()
-        ranks = self.nodes.ranks
+        ranks = self.node_layout.num_ranks
         one_rank_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # last row: no rank
         counts_EC = self.token_counts(holds_EW, self.rank_load_E)
         change_EVVC = np.zeros((len(holds_EW), ranks + 1, ranks + 1, counts_EC.shape[1]))
@@ -111,7 +125,7 @@ class _ReplicaSearch:
         self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
     ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
         """Yield the best step of each kind (one replica, a replacement, a swap): its objective and its changes."""
-        ranks, none = self.nodes.ranks, self.nodes.ranks
+        ranks, no_rank = self.node_layout.num_ranks, self.node_layout.num_ranks
         extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.rank_load_E > 0)[:, None]
         copies_E = extra_EW.sum(axis=1)
         can_add_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
@@ -125,7 +139,7 @@ class _ReplicaSearch:
             np.pad(may_EW, ((0, 0), (0, 1)), constant_values=True) for may_EW in (extra_EW, lacks_EW & free_W)
         )
         ok_EVV = goes_EV[:, :, None] & comes_EV[:, None]
-        ok_EVV[:, none] &= can_add_E[:, None]
+        ok_EVV[:, no_rank] &= can_add_E[:, None]
         expert, source, target = np.nonzero(ok_EVV & _are_relieving(relief_2EVV))
         yield self.best_step(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
 
@@ -134,10 +148,10 @@ class _ReplicaSearch:
         new, to = np.nonzero(lacks_EW)
         ok_AB = (gone[:, None] != new) & ((at[:, None] == to) | free_W[to])
         ok_AB &= can_add_E[new] | (copies_E[gone] == 1)[:, None]
-        relief_2AB = [relief[gone, at, none][:, None] + relief[new, none, to] for relief in relief_2EVV]
+        relief_2AB = [relief[gone, at, no_rank][:, None] + relief[new, no_rank, to] for relief in relief_2EVV]
         a, b = np.nonzero(ok_AB & _are_relieving(relief_2AB))
-        nowhere_A, nowhere_B = np.full_like(a, none), np.full_like(b, none)
-        changes_AC = change_EVVC[gone[a], at[a], none] + change_EVVC[new[b], none, to[b]]
+        nowhere_A, nowhere_B = np.full_like(a, no_rank), np.full_like(b, no_rank)
+        changes_AC = change_EVVC[gone[a], at[a], no_rank] + change_EVVC[new[b], no_rank, to[b]]
         yield self.best_step(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
 
         # Swap two replicas.
@@ -164,20 +178,25 @@ class _ReplicaSearch:
         return float(objective_A[best]), [(int(e[best]), int(a[best]), int(b[best])) for e, a, b in steps]
 
     def token_counts(self, holds_XW: NDArray[np.bool_], each_X: ArrayLike) -> NDArray[np.float64]:
-        """Return token counts [..., C] of experts on ranks [..., W], with `each_X` tokens per rank and expert."""
-        nodes = self.nodes
+        """Return each expert's token counts [..., C], as defined for the class, in one all-to-all.
+
+        Args:
+            holds_XW: [..., W], the ranks that hold the expert.
+            each_X: [...], tokens that each rank has for the expert.
+        """
+        node_layout = self.node_layout
         each_X = np.asarray(each_X, dtype=np.float64)
-        copies_XN = holds_XW.reshape(*holds_XW.shape[:-1], nodes.count, nodes.per_node).sum(axis=-1)
+        copies_XN = holds_XW.reshape(*holds_XW.shape[:-1], node_layout.num_nodes, node_layout.per_node).sum(axis=-1)
         lacks_XN = copies_XN == 0
-        received_X = each_X * nodes.per_node * lacks_XN.sum(axis=-1) / copies_XN.sum(axis=-1)
-        inside_XN = each_X[..., None] * nodes.per_node / np.maximum(copies_XN, 1)
+        received_X = each_X * node_layout.per_node * lacks_XN.sum(axis=-1) / copies_XN.sum(axis=-1)
+        inside_XN = each_X[..., None] * node_layout.per_node / np.maximum(copies_XN, 1)
         received_XW = holds_XW * received_X[..., None]
-        work_XW = holds_XW * np.repeat(inside_XN, nodes.per_node, axis=-1) + received_XW
+        work_XW = holds_XW * np.repeat(inside_XN, node_layout.per_node, axis=-1) + received_XW
         return np.concatenate([work_XW, received_XW, lacks_XN * each_X[..., None]], axis=-1)
 
     def objective(self, counts_XC: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the layer's seconds plus a penalty on uneven counts, [...], for token counts [..., C]."""
-        work_XW, inter_XC = counts_XC[..., : self.nodes.ranks], counts_XC[..., self.nodes.ranks :]
+        work_XW, inter_XC = counts_XC[..., : self.node_layout.num_ranks], counts_XC[..., self.node_layout.num_ranks :]
         total: NDArray[np.float64] = sum(
             seconds * (tokens.max(axis=-1) + self.imbalance_weight * np.einsum("...c,...c->...", tokens, tokens))
             for seconds, tokens in ((self.compute_s, work_XW), (self.exchange_s, inter_XC))
@@ -191,16 +210,16 @@ def _are_relieving(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
 
 
 def add_node_local(
-    placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts
+    placement: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout, m: int, costs: PlacementCosts
 ) -> Placement:
     """Add replicas of experts to nodes that do not hold them, most rows first, while ranks have room.
 
     A replica is added if its rows take longer to send between nodes (in four all-to-alls) than its parameters and
     gradients.
     """
-    by_node = (placement.experts, nodes.count, nodes.per_node)
+    by_node = (placement.experts, node_layout.num_nodes, node_layout.per_node)
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
-    room_N = room_W.reshape(nodes.count, nodes.per_node).sum(axis=1).tolist()
+    room_N = room_W.reshape(node_layout.num_nodes, node_layout.per_node).sum(axis=1).tolist()
     from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
     copies_EN = holds_EW.reshape(by_node).sum(axis=2)
     # Rows of the node only: other nodes will hold their popular experts.
@@ -209,8 +228,8 @@ def add_node_local(
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
     order_x = np.argsort(-crossing_X, kind="stable")
     for index in order_x[crossing_X[order_x] > least].tolist():
-        expert, node = divmod(index, nodes.count)
-        inside = slice(node * nodes.per_node, (node + 1) * nodes.per_node)
+        expert, node = divmod(index, node_layout.num_nodes)
+        inside = slice(node * node_layout.per_node, (node + 1) * node_layout.per_node)
         if room_N[node]:
             rank = inside.start + int(np.where(room_W[inside] > 0, work_W[inside], np.inf).argmin())
             holds_EW[expert, rank] = True

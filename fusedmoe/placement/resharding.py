@@ -43,7 +43,7 @@ def move_experts(
         return 0
     group = changing[0][0].table.group
     states_by_layer = [
-        [_state(optimizers.optimizer_of(p), name, p) for name, p in placed.table.parameter_items]
+        [_optimizer_state(optimizers.optimizer_of(p), name, p) for name, p in placed.table.parameter_items]
         for placed, *_ in changing
     ]
     # Before sending: peers would wait for the state of an optimizer that has not stepped.
@@ -136,7 +136,7 @@ def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizer
     known = {id(parameter) for group in optimizers.param_groups for parameter in group["params"]}
     for placed in layers:
         for name, parameter in placed.table.parameter_items:
-            _state(optimizers.optimizer_of(parameter), name, parameter)
+            _optimizer_state(optimizers.optimizer_of(parameter), name, parameter)
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
                     f"ShardedExperts: the {optimizers.kind} does not have the experts' {name}: what updates "
@@ -153,10 +153,10 @@ def require_movable(layers: Sequence[PlacedExperts], optimizers: JoinedOptimizer
         with suppress(Exception), torch.enable_grad():
             stepped = similar_optimizer(optimizer, small)
             stepped.step(lambda: 0.0)
-        _state(stepped, "parameter", small)
+        _optimizer_state(stepped, "parameter", small)
 
 
-def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+def _optimizer_state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return an optimizer's state tensors for a parameter of experts, [owned, …] each."""
     tensors = {}
     for key, value in optimizer.state.get(parameter, {}).items():

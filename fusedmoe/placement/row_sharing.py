@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 
 
-def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes) -> NDArray[np.int64]:
+def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], node_layout: NodeLayout) -> NDArray[np.int64]:
     """Return [E, V], the rows of each expert on each rank if every row is computed by the nearest rank that holds it.
 
     Nearest is the row's own rank, if it holds the expert. Otherwise rows are split evenly over the holders on the row's
@@ -27,8 +27,8 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], nodes: Node
     if not any(placement.replicas):
         return holds_EW * tokens_WE.sum(axis=0)[:, None]
     computed_EW = np.where(holds_EW, tokens_WE.T, 0)
-    left_EN = (tokens_WE.T - computed_EW).reshape(-1, nodes.count, nodes.per_node).sum(axis=2)
-    holds_ENR = holds_EW.reshape(-1, nodes.count, nodes.per_node)
+    left_EN = (tokens_WE.T - computed_EW).reshape(-1, node_layout.num_nodes, node_layout.per_node).sum(axis=2)
+    holds_ENR = holds_EW.reshape(-1, node_layout.num_nodes, node_layout.per_node)
     copies_EN = holds_ENR.sum(axis=2)
     each_EN, rest_EN = np.divmod(left_EN, np.maximum(copies_EN, 1))
     more_ENR = holds_ENR.cumsum(axis=2) <= rest_EN[:, :, None]
@@ -51,12 +51,12 @@ class RowSharing:
         can_move_VV: bool [V, V], whether the first rank computes rows of an expert that the second holds.
     """
 
-    def __init__(self, tokens_WE: NDArray[np.int64], before: Placement, nodes: Nodes, m: int) -> None:
+    def __init__(self, tokens_WE: NDArray[np.int64], before: Placement, node_layout: NodeLayout, m: int) -> None:
         self.before, self.holds_VE = before, before.holds_EW.T.copy()
-        self.computed_VE = nearest_rows(before, tokens_WE, nodes).T.copy()
+        self.computed_VE = nearest_rows(before, tokens_WE, node_layout).T.copy()
         self.work_V = self.computed_VE.sum(axis=1)
         self.free_slots_V = np.maximum(m - before.extra_W(), 0)
-        self._node_V = np.arange(nodes.ranks) // nodes.per_node
+        self._node_V = np.arange(node_layout.num_ranks) // node_layout.per_node
         self._inside_VV = self._node_V[:, None] == self._node_V
         held_EV = self.holds_VE.T.astype(np.float32)
         self.can_move_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0

@@ -24,7 +24,7 @@ from fusedmoe.placement.expert_table import require_stacked
 from fusedmoe.placement.expert_transport import SparseCollectives
 from fusedmoe.placement.hecate import WINDOW, LayerPolicy, calibrate, overlap_degree
 from fusedmoe.placement.placed_experts import PlacedExperts, PlacementSettings
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.planner import (
     HECATE_POLICIES,
     UNKNOWN_COSTS,
@@ -95,7 +95,7 @@ class ShardedExperts:
             layers, measured in the first five steps with the machine's bandwidth (`fusedmoe.runtime.cache`).
         reshard: allow owners to change, by Algorithm 2 or the function.
         calibrates: True adds replicas after the gate if this saves time. A function replaces this step: (placement,
-            tokens_WE, nodes, memory, costs) -> a placement with at least the replicas of `placement`.
+            tokens_WE, node_layout, memory, costs) -> a placement with at least the replicas of `placement`.
         balance: "predicted": only the policy chooses replicas, and rows are split evenly over them. "exact": each
             forward plans on the host after the gate: it assigns rows to replicas to minimize the layer's time, and the
             first training forward of a step adds on-demand replicas (`balance.cheapest_balance`). "auto": as "exact" if
@@ -171,9 +171,11 @@ class ShardedExperts:
         by_costs = self._measures_overlap or calibrates or callable(policy) or balance != "predicted"
         self._remeasures_costs = costs is None and bool(by_costs)
         self._hooks: list[Any] = []
-        nodes = self._placed[0].table.nodes if layers else Nodes(1, 1)
+        node_layout = self._placed[0].table.node_layout if layers else NodeLayout(1, 1)
         correction = calibrate if calibrates is True else calibrates or None
-        self._planner = PlacementPlanner(policy, memory, overlap or 0, reshard and policy != "ep", correction, nodes)
+        self._planner = PlacementPlanner(
+            policy, memory, overlap or 0, reshard and policy != "ep", correction, node_layout
+        )
         if not layers:
             return
         facts: dict[str, Any] = {"policy": "a function" if callable(policy) else policy, "memory": memory}
@@ -236,7 +238,7 @@ class ShardedExperts:
         return sum(placed.replicas.sent_bytes for placed in self._placed)
 
     def memory(self) -> ExpertMemory:
-        """Return the memory of experts on this rank in bytes; all 0 on a single rank."""
+        """Return the memory of this rank's experts in bytes; all 0 on a single rank, where no experts are sharded."""
         owned = held = gradients = state = 0
         for parameter in (parameter for placed in self._placed for parameter in placed.table.parameters):
             owned += parameter.nbytes
@@ -265,10 +267,13 @@ class ShardedExperts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load `state_dict()` after `load_checkpoint`. On a different number of ranks, owners start evenly.
+        """Load the result of `state_dict()`. Call after `load_checkpoint`.
+
+        On the saved number of ranks, each layer gets its saved placement. On another number, experts first stay with
+        their current owners (in a new model, spread evenly), and the policy chooses placements from the saved loads.
 
         Raises:
-            ConfigError: the state has a different number of layers or experts; nothing was loaded.
+            ConfigError: the saved loads are of another number of layers or experts; nothing was loaded.
         """
         iteration, overlap = int(state["iteration"]), state["overlap"]
         history = [np.array(load_LE, dtype=np.int64) for load_LE in state["history"]]
@@ -287,7 +292,7 @@ class ShardedExperts:
         self._history.extend(history)
         if overlap is not None and self._idle_s is not None:
             self._set_overlap(int(overlap))
-        here, there = ([(one.ranks, one.experts) for one in placements] for placements in (self.placements, saved))
+        here, there = ([(one.num_ranks, one.experts) for one in placements] for placements in (self.placements, saved))
         if there == here:
             self._apply_placements(saved)
         elif self._history:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 
 
 class Transfer(NamedTuple):
@@ -30,38 +30,38 @@ class Transfer(NamedTuple):
     step: int  # above 0: forwards data of an earlier step
 
 
-def gather_transfers(before: Placement, after: Placement, nodes: Nodes) -> tuple[Transfer, ...]:
+def gather_transfers(before: Placement, after: Placement, node_layout: NodeLayout) -> tuple[Transfer, ...]:
     """Return the transfers of a SparseAllGather from `before` to `after`, sorted by step, expert and source.
 
     Raises `ConfigError` if `after` lacks a replica in `before`, or has different owners or ranks.
     """
-    if not before.is_within(after) or before.ranks != nodes.ranks:
+    if not before.is_within(after) or before.num_ranks != node_layout.num_ranks:
         raise ConfigError(
             "sparse all-gather: what is there before must be there after, with the same owners on the same ranks: "
             f"{before} is not within {after}".replace("\n", "; ")
         )
     transfers: list[Transfer] = []
     # Experts received from other nodes, to spread them over the links of a node's ranks.
-    arrived_W = [0] * nodes.ranks
+    arrived_W = [0] * node_layout.num_ranks
     for expert, owner in enumerate(before.owners):
         if after.replicas[expert] != before.replicas[expert]:
             has = {owner, *before.replicas[expert]}
             missing = [rank for rank in after.replicas[expert] if rank not in has]
-            transfers += _chain_transfers(expert, owner, has, missing, nodes, arrived_W)
+            transfers += _chain_transfers(expert, owner, has, missing, node_layout, arrived_W)
     return tuple(sorted(transfers, key=lambda transfer: (transfer.step, transfer.expert, transfer.source)))
 
 
 def _chain_transfers(
-    expert: int, owner: int, has: set[int], missing: Sequence[int], nodes: Nodes, arrived_W: list[int]
+    expert: int, owner: int, has: set[int], missing: Sequence[int], node_layout: NodeLayout, arrived_W: list[int]
 ) -> Iterable[Transfer]:
     end, ready = owner, 0  # end of the chain, and the first step in which it can forward
     # In ring order from the owner's node: no inter-node link carries the expert twice.
     lacking_N: dict[int, list[int]] = {}
     for rank in missing:
-        lacking_N.setdefault(nodes.of(rank), []).append(rank)
-    for node in sorted(lacking_N, key=lambda node: (node - nodes.of(owner)) % nodes.count):
+        lacking_N.setdefault(node_layout.of(rank), []).append(rank)
+    for node in sorted(lacking_N, key=lambda node: (node - node_layout.of(owner)) % node_layout.num_nodes):
         lacking = lacking_N[node]
-        first, holders = 0, sorted(rank for rank in has if nodes.of(rank) == node)
+        first, holders = 0, sorted(rank for rank in has if node_layout.of(rank) == node)
         if holders:
             holder = owner if owner in holders else holders[0]
         else:
@@ -73,7 +73,7 @@ def _chain_transfers(
             end, ready = holder, ready + 1
             first = ready
         # From rank to rank: none sends the expert twice.
-        around = sorted(lacking, key=lambda rank: (rank - holder) % nodes.ranks)
+        around = sorted(lacking, key=lambda rank: (rank - holder) % node_layout.num_ranks)
         for step, (source, target) in enumerate(zip([holder, *around], around, strict=False), start=first):
             yield Transfer(expert, source, target, step)
 
@@ -122,31 +122,31 @@ class LinkBytes(NamedTuple):
         return int(max(counts_W.max() for counts_W in self))
 
 
-def link_bytes(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> LinkBytes:
+def link_bytes(transfers: Iterable[Transfer], node_layout: NodeLayout, expert_bytes: int) -> LinkBytes:
     """Return the bytes of these transfers per rank and kind of link."""
-    counts = np.zeros((4, nodes.ranks), dtype=np.int64)
+    counts = np.zeros((4, node_layout.num_ranks), dtype=np.int64)
     for transfer in transfers:
-        inside = 2 * (nodes.of(transfer.source) == nodes.of(transfer.target))
+        inside = 2 * (node_layout.of(transfer.source) == node_layout.of(transfer.target))
         counts[inside, transfer.source] += expert_bytes
         counts[inside + 1, transfer.target] += expert_bytes
     return LinkBytes(*counts)
 
 
 def require_token_counts(
-    operation: str, tokens_WE: ArrayLike, placement: Placement, nodes: Nodes
+    operation: str, tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout
 ) -> NDArray[np.integer]:
     tokens_WE = np.asarray(tokens_WE)
-    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
+    if tokens_WE.shape != (node_layout.num_ranks, placement.experts) or placement.num_ranks != node_layout.num_ranks:
         raise ConfigError(
-            f"{operation}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} "
-            f"ranks, and {nodes.ranks} ranks in nodes"
+            f"{operation}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.num_ranks} "
+            f"ranks, and {node_layout.num_ranks} ranks in nodes"
         )
     if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
         raise ConfigError(f"{operation}: tokens are counted in integers of 0 or more")
     return tokens_WE
 
 
-def split_tokens(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
+def split_tokens(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout) -> NDArray[np.int64]:
     """Split the tokens of each rank and expert, [W, E] integers, over the expert's holders (Hecate, section 4.4).
 
     A rank that holds the expert keeps its tokens. Otherwise they are split evenly over the holders on its node or, if
@@ -156,26 +156,28 @@ def split_tokens(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> ND
     Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V. Raises `ConfigError` for invalid sizes or
     counts.
     """
-    tokens_WE = require_token_counts("dispatch", tokens_WE, placement, nodes).astype(np.int64)
+    tokens_WE = require_token_counts("dispatch", tokens_WE, placement, node_layout).astype(np.int64)
     holds_EW = placement.holds_EW
-    node_W = np.arange(nodes.ranks) // nodes.per_node
+    node_W = np.arange(node_layout.num_ranks) // node_layout.per_node
     beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
     inside_WE = beside_WEV.any(axis=2)
     choice_WEV = np.where(inside_WE[:, :, None], beside_WEV, holds_EW[None])
-    local_EW = holds_EW & (np.arange(nodes.ranks)[:, None, None] == np.arange(nodes.ranks))  # [W, E, V]
+    local_EW = holds_EW & (
+        np.arange(node_layout.num_ranks)[:, None, None] == np.arange(node_layout.num_ranks)
+    )  # [W, E, V]
     choice_WEV = np.where(holds_EW.T[:, :, None], local_EW, choice_WEV)
     copies_WE = choice_WEV.sum(axis=2)
     each_WE, rest_WE = np.divmod(tokens_WE, copies_WE)
     # Remainders of preceding ranks with the same choice of holders: the holders on the node, or all. If one node has
     # all holders, both choices are the same.
-    several_E = holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1) > 1
+    several_E = holds_EW.reshape(-1, node_layout.num_nodes, node_layout.per_node).any(axis=2).sum(axis=1) > 1
     beside_WE = inside_WE & several_E
     far_WE = np.where(beside_WE, 0, rest_WE)
     near_WE = np.where(beside_WE & ~holds_EW.T, rest_WE, 0)
-    near_NRE = near_WE.reshape(nodes.count, nodes.per_node, -1)
+    near_NRE = near_WE.reshape(node_layout.num_nodes, node_layout.per_node, -1)
     before_WE = np.where(
         beside_WE,
-        (near_NRE.cumsum(axis=1) - near_NRE).reshape(nodes.ranks, -1),
+        (near_NRE.cumsum(axis=1) - near_NRE).reshape(node_layout.num_ranks, -1),
         far_WE.cumsum(axis=0) - far_WE,
     )
     place_WEV = choice_WEV.cumsum(axis=2) - 1 - before_WE[:, :, None]
@@ -228,11 +230,11 @@ class PlacementLoad(NamedTuple):
     max_intra: int  # the same within its node
 
 
-def placement_load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
+def placement_load(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout) -> PlacementLoad:
     """Return the token counts of ranks and links. `tokens_WE`: [W, E] integers."""
-    sent_WEV = split_tokens(tokens_WE, placement, nodes)
+    sent_WEV = split_tokens(tokens_WE, placement, node_layout)
     flow_WV = sent_WEV.sum(axis=1)  # from each rank to each rank
-    node_W = np.arange(nodes.ranks) // nodes.per_node
+    node_W = np.arange(node_layout.num_ranks) // node_layout.per_node
     inside_WV = node_W[:, None] == node_W
     inter_WV = np.where(inside_WV, 0, flow_WV)
     intra_WV = flow_WV - inter_WV
@@ -260,7 +262,9 @@ def layer_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
     return exchange_s(tokens, costs) + compute_s(tokens, costs)
 
 
-def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: PlacementCosts, expert_bytes: int) -> float:
+def transfers_s(
+    transfers: Iterable[Transfer], node_layout: NodeLayout, costs: PlacementCosts, expert_bytes: int
+) -> float:
     """Return the busiest rank's seconds of expert transfers of `expert_bytes` each."""
-    *inter, sent, received = (counts_W.max() for counts_W in link_bytes(transfers, nodes, expert_bytes))
+    *inter, sent, received = (counts_W.max() for counts_W in link_bytes(transfers, node_layout, expert_bytes))
     return float(max(max(inter) / costs.inter_bytes_s, max(sent, received) / costs.intra_bytes_s))

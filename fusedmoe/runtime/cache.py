@@ -5,8 +5,8 @@
     plan-….json      plan of a whole model, by policy, costs and version
     choice-….json    fastest plan measured while a job trained, by machine and step
 
-Rank 0 reads and writes, and sends the contents to all ranks. Damaged files are created again. If a file cannot be
-written, a warning is issued and the job continues. `fusedmoe.graph` also stores compiled graphs' numbers there.
+Rank 0 reads and writes, and sends the contents to all ranks. Damaged files are created again. A file that cannot be
+written causes a warning only. `fusedmoe.graph` also stores numbers of compiled graphs there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,10 +29,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import scipy
 import torch
-import torch.distributed as dist
 
 from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.group import device_backend
 from fusedmoe.comm.topology import Topology
 from fusedmoe.environment import launch_command
 from fusedmoe.errors import ConfigError, warn
@@ -48,30 +49,35 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
-# Version 1 of step measurements included contention.
-_OBSERVED_VERSION = 2
+# Version 1 of step measurements included contention, and version 1 of profiles had no small sizes.
+_OBSERVED_VERSION = _PROFILE_VERSION = 2
+
+#: Dtypes of measured matrix products, by value of `fusedmoe profile --dtype`.
+PRODUCT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# Variables whose values are part of the machine's facts.
+_NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
-    """Return a digest (16 hexadecimal digits) of all values that a cache file depends on, given as plain types."""
+    """Return a digest (16 hexadecimal digits) of `facts`, which are of plain types."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def library_version() -> str:
-    """Return the version of this library; empty if it runs from its source."""
     with suppress(PackageNotFoundError):
         return version("fusedmoe")
     return ""
 
 
 def _read_on_rank_0(topology: Topology, path: Path, operation: str, again: bool = False) -> str | None:
-    """Return the text of rank 0's file on all ranks; None if it must be created again."""
+    """Return the text of rank 0's file on all ranks; None if it is missing, or with `again`. Collective."""
     text = read_cache_file(path) if topology.is_first and not again else None
     return all_gather_object(topology.world, text, operation)[0]
 
 
-def write_or_warn(path: Path, text: str, what: str) -> None:
-    """Write a cache file, or issue a warning about `what` if it cannot be written."""
+def write_or_warn(path: Path, text: str, what: str) -> bool:
+    """Write a cache file, or warn about `what`. Return whether the file was written."""
     try:
         write_cache_file(path, text)
     except OSError as error:
@@ -79,6 +85,8 @@ def write_or_warn(path: Path, text: str, what: str) -> None:
             f"{what} could not be cached ({error}); the next job has to repeat it. Set {CACHE} to a writable folder",
             stacklevel=3,
         )
+        return False
+    return True
 
 
 def cached_profile(
@@ -89,14 +97,12 @@ def cached_profile(
     budget_s: float = BUDGET_S,
     again: bool = False,
 ) -> tuple[Profile, Path]:
-    """Return the cached profile of this machine and its path; measure if missing. Collective over all ranks.
+    """Return the cached profile of this machine and its path; measure if missing or `again`. Collective over all ranks.
 
-    Rank 0 shows a progress bar while measuring, and warns about poorly fitted lines. Raises like `profile`.
-
-    `again`: measure even if cached.
+    Rank 0 shows a progress bar while measuring, and warns about poorly fitted lines. Raises the errors of `profile`.
     """
     facts = machine_facts(topology, device, dtype)
-    path = cache_dir() / f"costs-{fingerprint(facts)}.json"
+    path = cache_dir() / f"costs-{fingerprint({'format': _PROFILE_VERSION, **facts})}.json"
     text = _read_on_rank_0(topology, path, "reading the profile", again)
     measured = None if text is None else _parse_valid_profile(text, topology, device)
     if measured is None:
@@ -104,28 +110,31 @@ def cached_profile(
             show = bar.show if topology.is_first else None
             machine = describe_machine(facts)
             measured = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
-        if topology.is_first:
-            write_or_warn(path, measured.to_json(), "what was measured")
+            if topology.is_first:
+                is_cached = write_or_warn(path, measured.to_json(), "what was measured")
+                bar.finish("measured", f", cached in {path}" * is_cached)
     if measured.costs.poor_fits and topology.is_first:
         warn(
             f"{path}: measured times of {measured.costs.poor_fits} are noisy, so schedules may be slow. Measure again "
-            f"on the idle machine for longer: {_profile_command(topology, dtype)}",
+            f"on the idle machine for longer: {profile_command(facts, device)}",
             stacklevel=2,
         )
     return measured, path
 
 
-def _profile_command(topology: Topology, dtype: torch.dtype) -> str:
-    """Return the command that measures these ranks again, for longer."""
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
-    flags = f"--again --budget 60 --dtype {names.get(dtype, 'fp32')}"
-    sizes = {"ranks-per-node": topology.ranks_per_node, "ep": topology.ep.size, "esp": topology.esp.size}
-    sizes["mp"] = topology.mp.size
-    flags += "".join(f" --{name} {size}" for name, size in sizes.items()) if topology.size > 1 else ""
-    return launch_command(topology.size, f"profile {flags}")
+def profile_command(facts: dict[str, Any], device: torch.device) -> str:
+    """Return the command that measures a machine with these facts again, for longer, and replaces its cache file."""
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in PRODUCT_DTYPES.items()}
+    flags = f"--again --budget 60 --device {device.type} --dtype {names.get(facts['dtype'], facts['dtype'])}"
+    if (ranks := len(facts["ranks"])) > 1:
+        flags += "".join(f" --{name.replace('_', '-')} {facts[name]}" for name in ("ranks_per_node", "ep", "esp", "mp"))
+        flags += " --duplex" * facts["duplex"]
+    variables = {name: os.environ[name] for name in (CACHE, *_NETWORK_VARIABLES) if name in os.environ}
+    variables["OMP_NUM_THREADS"] = str(facts["ranks"][0]["threads"])
+    environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    return f"{environment} {launch_command(ranks, f'profile {flags}')}"
 
 
-# By topology, while it is in use; the layers of a model share one.
 _costs_by_topology: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
 
 
@@ -155,8 +164,8 @@ def cached_task_times(
     """Return the cached task times of steps; measure if missing. Collective over all ranks.
 
     Args:
-        facts: everything they depend on, as plain types, equal on all ranks: `machine_facts` and the model's shapes.
-        measure: measures them. Collective; returns equal results on all ranks.
+        facts: `machine_facts` and the model's shapes, equal on all ranks.
+        measure: collective; returns equal results on all ranks.
         again: measure even if cached.
     """
     observed = None if again else read_cached_tasks(topology, facts)
@@ -168,7 +177,7 @@ def cached_task_times(
 
 
 def read_cached_tasks(topology: Topology, facts: dict[str, Any]) -> Observed | None:
-    """Return the cached task times of steps; None if missing or invalid."""
+    """Return the cached task times of steps; None if missing or invalid. Collective over all ranks."""
     text = _read_on_rank_0(topology, _observed_path(facts), "reading what steps take")
     if text is not None:
         with suppress(ConfigError):
@@ -190,15 +199,20 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
         "networks": _networks(),
     }
     ranks: list[dict[str, Any]] = all_gather_object(topology.world, own, "comparing machines")
-    # Hosts by index, so that a job on identical machines with other names uses the same profile.
+    # Hosts by index: jobs on identical machines with other names share the profile.
     hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
     sizes = {axis: getattr(topology, axis).size for axis in ("ep", "esp", "mp", "dp")}
+    handle = topology.world.handle
+    backend = "none" if handle is None else device_backend(handle, device.type)
+    has_downward = any(group.downward is not None for group in (topology.ep, topology.esp, topology.dp))
     return {
         "ranks": [rank | {"host": hosts.index(rank["host"])} for rank in ranks],
         **sizes,
-        "ranks_per_node": topology.ranks_per_node,
-        "backend": "none" if topology.world.handle is None else dist.get_backend(topology.world.handle),
-        "duplex": any(group.downward is not None for group in (topology.ep, topology.esp, topology.dp)),
+        # The topology of a part of the ranks may be smaller than a node.
+        "ranks_per_node": min(topology.ranks_per_node, topology.size),
+        "backend": backend,
+        # NCCL uses both directions of a link anyway.
+        "duplex": has_downward and backend == "gloo",
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "nccl": list(torch.cuda.nccl.version()) if device.type == "cuda" else [],
@@ -207,14 +221,14 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
 
 
 def describe_machine(facts: dict[str, Any]) -> str:
-    """Return a one-line description of the machine."""
     ranks = facts["ranks"]
     hosts = len({rank["host"] for rank in ranks})
     devices = sorted({rank["processor"] if rank["device"] == "cpu" else rank["device"] for rank in ranks})
     sizes = ", ".join(f"{axis} {facts[axis]}" for axis in ("ep", "esp", "mp", "dp"))
     threads = f", {ranks[0]['threads']} threads each" if ranks[0]["device"] == "cpu" else ""
     where = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"
-    software = f"{facts['backend']}, {facts['dtype']} products, torch {facts['torch']}"
+    backend = f"{facts['backend']}{' duplex' * facts['duplex']}"
+    software = f"{backend}, {facts['dtype']} products, torch {facts['torch']}"
     return f"{where} ({' and '.join(devices)}{threads}), {sizes}, {software}"
 
 
@@ -237,12 +251,11 @@ def _processor() -> str:
 def _networks() -> Sequence[str]:
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
-        if (card / "device").exists():  # skip virtual cards, whose names are often random
+        if (card / "device").exists():  # not virtual
             cards.append(f"{card.name} {_speed(card / 'speed')} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         cards.append(f"{port.parent.parent.name}/{port.name} {_speed(port / 'rate')}")
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
-    return [*cards, *(f"{name}={os.environ[name]}" for name in variables if name in os.environ)]
+    return [*cards, *(f"{name}={os.environ[name]}" for name in _NETWORK_VARIABLES if name in os.environ)]
 
 
 def _speed(path: Path) -> str:
@@ -272,7 +285,6 @@ def cached_plans(
     Raises:
         ConfigError: layers that cannot be split.
     """
-    # The file name contains a digest of everything the plan depends on.
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.is_first
     # A user's function may have changed since a file was written.
@@ -280,13 +292,12 @@ def cached_plans(
     texts = {
         name: read_cache_file(paths[name]) if first and not again and name in cacheable else None for name in paths
     }
-    # All ranks use rank 0's files, because disks may differ.
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
     kept = {name: _parse_valid_plan(texts[name], costs) for name in paths}
     if all(kept.values()):
         return {name: plan for name, plan in kept.items() if plan is not None}
     with ProgressBar("planning") as bar:
-        # Equal inputs give equal plans, so all ranks search.
+        # Equal inputs give equal plans on all ranks.
         search = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
         plans = {name: kept[name] or search.plan(name) for name in paths}
     for name in cacheable:
@@ -297,7 +308,7 @@ def cached_plans(
 
 
 def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
-    """Return the cache file of a policy's plan. The name depends on everything the plan depends on."""
+    """Return the cache file of a policy's plan. Its name depends on all inputs of the plan."""
     facts = {
         "policy": policy,
         "costs": asdict(costs),
@@ -327,7 +338,6 @@ def _plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _plan_from_dict(data: Any) -> Plan:
-    """Read the result of `_plan_as_dict`. Raises `ConfigError` if the plan was truncated or edited."""
     plan = Plan.parse("\n".join(data["plan"]))
     if plan.fingerprint != data["fingerprint"]:
         raise ConfigError("a plan is damaged (fingerprint mismatch)")
@@ -342,14 +352,13 @@ def _parse_valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             return None
         plan = _plan_from_dict(data)
-        # A plan for other layers has a different step time.
+        # The step time differs for other layers.
         if makespan(plan, costs) == data["step_s"]:
             return plan
     return None
 
 
 def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
-    """Return the cache file of the fastest measured plan of a step. Collective over all ranks."""
     machine = machine_facts(topology, device, dtype)
     return (
         cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _planning_source_digest(), **facts})}.json"
@@ -357,7 +366,7 @@ def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, fa
 
 
 def choice_text(chooser: PlanChooser) -> str:
-    """Return the contents of a choice file for `read_choice`. The line and the table are for human readers."""
+    """Return the contents of a choice file for `read_choice`. The line and the table are for readers."""
     best = chooser.best
     ranked = sorted((entry for entry in chooser.trials.entries if entry.seconds), key=lambda entry: entry.median_s)
     kept = [best.candidate, *[entry.candidate for entry in ranked if entry is not best][:1]]
@@ -373,10 +382,9 @@ def read_choice(
 ) -> tuple[float, list[PlanCandidate]] | None:
     """Return the seconds and plans of a cached choice; None if missing. Collective over all ranks.
 
-    Ignores a damaged file, or one with plans of other layers, with a warning.
-
-    `costs_of(uses_micro_batches)` returns the costs of a step, with micro-batches through whole layers or with
-    chunks of dispatch, experts and combine only.
+    A damaged file, or a file with plans of other layers, is ignored with a warning. `costs_of(uses_micro_batches)`
+    returns the costs of a step, with micro-batches through whole layers or with chunks of dispatch, experts and combine
+    only.
     """
     text = _read_on_rank_0(topology, path, "reading what was measured")
     if text is None:

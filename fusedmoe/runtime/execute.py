@@ -6,9 +6,9 @@ One function (body) runs all tasks of a kind. Bodies exchange tensors through sh
 ensure that inputs are complete.
 
 On a CPU, compute tasks run on the calling thread and each kind of link has a thread, whose collectives release the GIL.
-With CUDA, each resource is a stream and each dependency an event: the host launches tasks in the plan's `sequence`
-without waiting, so a CUDA graph can capture them. NCCL with several communicators requires one launch order on all
-ranks (`nccl.md`), so a single thread launches them.
+With CUDA, each resource is a stream and each dependency an event: one thread launches all tasks in the plan's
+`sequence`, the launch order that NCCL requires on all ranks (`nccl.md`), without waiting. A CUDA graph can capture
+them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def execute(
         require_runnable(plan, [kind for kind in bodies if kind not in FUSED], "execute: the plan")
     body = _make_body(bodies, recorder)
     with torch.no_grad():
-        # Threads are overhead without concurrent tasks.
         if streams is None and plan.overlaps:
             _run_on_threads(plan, body, stop)
             return
@@ -91,7 +90,7 @@ def _make_body(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], No
 
     def body(task: Task) -> None:
         kind, chunk, layer, phase, _ = task
-        (on,) = resources_of(kind)  # hardware it uses, which may differ from its queue
+        (on,) = resources_of(kind)  # the hardware may differ from the queue
         with span(recorder, kind, kind=kind, resource=on, chunk=chunk, layer=layer, phase=phase):
             bodies[kind](task)
 
@@ -101,8 +100,8 @@ def _make_body(bodies: Bodies, recorder: Recorder | None) -> Callable[[Task], No
 def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[BaseException], None]) -> None:
     """Run compute on the calling thread and each kind of link on a separate thread; return when all are complete.
 
-    After a `RankError` that all ranks have agreed on, tasks that do not depend on the failed task still run, equally on
-    all ranks, so that no rank waits for a task that another rank skipped.
+    After a `RankError` on which all ranks have agreed, tasks that do not depend on the failed task still run: no rank
+    waits for a task that another rank skipped.
     """
     done = {task: threading.Event() for task in plan.tasks}
     errors: list[BaseException] = []
@@ -118,7 +117,6 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
             if errors[0] is error:
                 stop(error)
         finally:
-            # Wake all waiting threads.
             for event in done.values():
                 event.set()
 
@@ -126,13 +124,12 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
         ended = False
         for task in plan.on(resource):
             for earlier in plan.waits[task]:
-                # Wait in slices, to detect link threads that have died.
+                # Detect link threads that have died.
                 while not done[earlier].wait(POLL_S):
                     for thread, works in links:
                         thread.is_done(works)
             if errors:
                 return
-            # Dependents of a skipped task are skipped on all ranks.
             ended = ended or not skipped.isdisjoint(plan.waits[task])
             try:
                 if not ended:
@@ -148,8 +145,7 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
 
     def link(resource: str) -> None:
         try:
-            # Autograd modes are thread-local, and hooks compute here too. Casts without gradients must not enter the
-            # caller's autocast cache.
+            # Autograd modes are thread-local. Casts without gradients must not enter the caller's autocast cache.
             cast = torch.autocast("cpu", dtype, cache_enabled=False) if autocast else nullcontext()
             with torch.inference_mode(inference), torch.no_grad(), cast:
                 work(resource)
@@ -157,7 +153,6 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
             fail(error)
 
     try:
-        # Links first: their threads wait for the network while compute starts here.
         for resource in RESOURCES[1:]:
             if plan.on(resource):
                 thread = WorkerThread(f"fusedmoe {resource}")
@@ -172,15 +167,13 @@ def _run_on_threads(plan: Plan, body: Callable[[Task], None], stop: Callable[[Ba
         try:
             raise (errors or agreed)[0]
         finally:
-            # The traceback refers to these lists: the cycle would keep tensors and process groups alive until garbage
-            # collection.
+            # The traceback refers to these lists: the cycle would keep tensors and process groups alive.
             errors.clear()
             agreed.clear()
 
 
 def _run_on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[str, torch.cuda.Stream]) -> None:
     caller = torch.cuda.current_stream()
-    # Link streams must wait for earlier work on the caller's stream.
     begun = torch.cuda.Event()
     begun.record(caller)
     used = [stream for resource, stream in streams.items() if plan.on(resource)]
@@ -191,7 +184,6 @@ def _run_on_streams(plan: Plan, body: Callable[[Task], None], streams: Mapping[s
         stream = streams[plan.resources[task][0]]
         for earlier in plan.waits[task]:
             stream.wait_event(done[earlier])
-        # Entering the current stream again would only cost time.
         with torch.cuda.stream(stream) if stream != caller else nullcontext():
             body(task)
             done[task] = torch.cuda.Event()
@@ -224,7 +216,7 @@ class Capabilities:
 
 
 def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
-    """Return the kinds of tasks that plans may contain."""
+    """Return the kinds of tasks that plans may contain if `follows` makes the plan. May be collective (`has_heap`)."""
     # Hooks may act in dispatch and combine even without peers.
     parts = PIPELINE if layer.esp > 1 else PIPELINE[::2]
     after = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.LOSS, TaskKind.OPTIMIZER)
@@ -237,16 +229,15 @@ def runnable_kinds(layer: Capabilities, follows: PlanOwner) -> tuple[str, ...]:
     # Fused operations are available only to layers that follow their own schedule.
     split = layer.ep > 1 or layer.esp > 1
     has_kernels = device_uses_triton(layer.device) and layer.dtype != torch.float64
-    # `has_heap` may be collective, so it is called last, and only if all other conditions hold.
+    # `has_heap` may be collective: only if all other conditions hold.
     if not (split and layer.has_grouped_experts and layer.is_kernel_only and has_kernels and layer.has_heap()):
         return parts
-    # With experts split over both axes, rows are sent directly to all shards.
     over_experts, over_shards = FUSED
     return (*parts, over_experts if layer.ep > 1 else over_shards)
 
 
 def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
-    """Raise `ConfigError` if the plan has a task whose kind is not in `kinds`."""
+    """Raise `ConfigError`, beginning with `whose`, if the plan has a task whose kind is not in `kinds`."""
     if not plan.kinds.issubset(kinds):
         unsupported = next(task for task in plan.sequence if task.kind not in kinds)
         raise ConfigError(
@@ -256,12 +247,12 @@ def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
 
 
 class Streams:
-    """CUDA streams for the resources of a plan, created on first use and not copied or pickled."""
+    """CUDA streams for the resources of a plan, created on first use. Not copied or pickled."""
 
     _link_streams: dict[str, torch.cuda.Stream] | None = None
 
     def on(self, device: torch.device) -> dict[str, torch.cuda.Stream] | None:
-        """Return a stream per resource, with the current one for compute; None on a CPU."""
+        """Return a stream per resource, the current one for compute; None on a CPU."""
         if device.type != "cuda":
             return None
         if self._link_streams is None:

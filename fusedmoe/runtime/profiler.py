@@ -3,13 +3,14 @@
     found = profile(topology, device)
     found.costs                         # fitted lines with r², and contention
 
-Collectives run on the topology's groups through the library's functions, on all ranks at once, as in a layer. The
-global random state is not used, and nothing is written to disk.
+Collectives run through the library's functions, on all ranks at once, as in a layer. The global random state is not
+used.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,9 @@ from fusedmoe.schedule.cost import (
     FusedCosts,
     Line,
     Observed,
+    fit_large_sizes,
     fit_nonnegative_line,
+    speed_fractions,
 )
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -56,10 +59,10 @@ from fusedmoe.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
 
-#: Default time limit for measuring, in seconds.
+#: Default time limit of a profile, in seconds.
 BUDGET_S = 30.0
 
-#: Time limit for all measured steps.
+#: Time limit of `observe_steps`, in seconds.
 STEPS_BUDGET_S = 60.0
 
 #: Measurements per size; the median is used.
@@ -69,16 +72,17 @@ ROUNDS = 5
 _STEP_ROUNDS = 5
 
 # Sizes of the paper: 1 to 24 (1 to 12) units of elements, of a collective's fp32 buffer and of a product's left factor.
-# Copies are as large as the saved tensors of a layer, because newly allocated memory is slower than reused memory.
+# Copies are as large as the saved tensors of a layer.
 _UNIT, _STEPS = 2**18, 24
 _GEMM_UNIT, _GEMM_STEPS = 2**19, 12
 _COPY_UNIT, _COPY_STEPS = 2**21, 12
-# The right factor is a square of this size; copied rows have this many elements.
+# Fractions of a unit that are measured too. They bound the start-up time, which large sizes do not determine.
+_SMALL_PARTS = (64, 4)
+# The right factor is a square of at most this size; copied rows have this many elements.
 _SIDE = 1024
 # To fit the time limit, first the number of sizes is halved down to the first value, then the unit down to this
-# fraction: a line through few distant sizes is better than one through many small sizes.
+# fraction: few distant sizes fit a line better than many small ones.
 _MIN_STEPS, _MIN_UNIT_DIVISOR = 6, 2**8
-# Probes that determine the sizes to measure.
 _NUM_PROBES = 3
 # Fraction of the time limit for probes and estimation errors.
 _RESERVE = 0.25
@@ -89,9 +93,7 @@ _CONTENDERS = {
     "intra": (Task(TaskKind.ALL_GATHER, 0), "all-gather/esp"),
     "inter": (Task(TaskKind.DISPATCH, 0), "all-to-all/ep"),
 }
-# Smaller measured fractions are noise.
-_MIN_FRACTION = 0.05
-# Consecutive exchanges of one row.
+# Exchanges of one row per measurement.
 _NUM_SIGNALS = 8
 _EMPTY_PLAN, _NUM_EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
 
@@ -111,13 +113,11 @@ class Profile:
     seconds: float = 0.0  # duration of the measurement
 
     def to_json(self) -> str:
-        """Return indented JSON, readable by `CostModel.from_json` too."""
         data = json.loads(self.costs.to_json()) | {"points": dict(self.points), "seconds": self.seconds}
         return json.dumps(data, allow_nan=False, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> Profile:
-        """Parse the result of `to_json`. Raises `ConfigError` if invalid."""
         costs, data = CostModel.from_json(source), json.loads(source)
         try:
             points = {name: tuple((float(n), float(s)) for n, s in pairs) for name, pairs in data["points"].items()}
@@ -140,10 +140,11 @@ def profile(
 
     Operations and sizes:
 
-    - all-to-all over EP, all-gather and reduce-scatter over ESP, all-reduce over DP, for groups of two or more ranks:
-      1 to 24 times 2¹⁸ fp32 elements
-    - products with a 1024×1024 matrix: 1 to 12 times 2¹⁹ elements
-    - permuting copies of rows of 1024 elements, which a layer makes if its two passes have different chunks
+    - all-to-all over EP, all-gather and reduce-scatter over ESP, all-reduce over DP, for groups of several ranks:
+      1/64, 1/4 and 1 to 24 times 2¹⁸ fp32 elements
+    - products with a square matrix, up to 1024×1024: 1/64, 1/4 and 1 to 12 times 2¹⁹ elements
+    - permuting copies of rows of 1024 elements, as a layer makes if its two passes have different chunks: 1/64, 1/4 and
+      1 to 12 times 2²¹ elements
 
     The n of a collective is the bytes that a rank sends (for an all-gather: receives). Each time is the median of five
     rounds, each on the slowest rank.
@@ -151,7 +152,7 @@ def profile(
     Args:
         device: compute device; with CUDA the current device.
         dtype: of matrix products.
-        budget_s: time limit. To stay within it, fewer sizes are measured, then smaller ones, then fewer rounds.
+        budget_s: time limit. Fewer sizes are measured to stay within it, then smaller sizes, then fewer rounds.
         machine: for `CostModel.machine`.
         show: called with (done, total).
         clock: timer on CPUs, in seconds.
@@ -172,7 +173,6 @@ def _do_nothing(*_: object) -> None:
 
 
 def line_names(topology: Topology) -> tuple[str, ...]:
-    """Return the names of the operations whose costs a profile of this topology fits."""
     sizes = {
         "all-to-all/ep": topology.ep.size,
         "all-gather/esp": topology.esp.size,
@@ -180,21 +180,6 @@ def line_names(topology: Topology) -> tuple[str, ...]:
         "all-reduce/dp": topology.size,  # with one replica: norms and gates are replicated on all ranks
     }
     return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
-
-
-def speed_fractions(alone_s: tuple[float, float], together_s: tuple[float, float]) -> tuple[float, float]:
-    """Return the fraction of its speed, in (0, 1], that each of two tasks keeps while both run.
-
-    Args:
-        alone_s: seconds of each task alone.
-        together_s: seconds of each task if both start at the same time.
-    """
-    first = int(together_s[1] < together_s[0])  # ends first
-    both_s, after_s = together_s[first], together_s[1 - first] - together_s[first]
-    # The task that ends first does all its work while both run; the other finishes alone.
-    done_s = {first: alone_s[first], 1 - first: alone_s[1 - first] - after_s}
-    shares = [min(1.0, max(_MIN_FRACTION, done_s[which] / both_s)) for which in range(2)]
-    return shares[0], shares[1]
 
 
 class _Operation(NamedTuple):
@@ -214,9 +199,9 @@ class _Profiler:
         self._clock, self._began_s = clock, clock()
         self._recorder = Recorder(topology.rank, device=device, clock=clock)
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
-        self._comm_device = device_of(topology.world)
+        self._comm_device = device_of(topology.world, device)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._comm_device)
-        operations = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
+        operations = {**self._collectives(), "gemm": self._gemm_operation(dtype), "copy": self._copy_operation()}
         self._operations = {name: operations[name] for name in line_names(topology)}
 
     def run(self, machine: str) -> Profile:
@@ -230,19 +215,19 @@ class _Profiler:
             before_s = self._elapsed_s()
             rounds.append(self._measure_round(samples, len(rounds) * len(samples), total))
             round_s = self._elapsed_s() - before_s
-        # The paper uses the mean of the rounds, which is sensitive to outliers.
         medians = np.median(rounds, axis=0)
         points: dict[str, list[tuple[float, float]]] = {}
         for (name, size), seconds in zip(samples, medians, strict=True):
             points.setdefault(name, []).append((float(self._operations[name].n(size)), float(seconds)))
-        # Start-up is at least the executor's overhead per task, so more chunks always take more time.
+        # Start-up time includes at least the executor's overhead per task.
         task_s = float(self._max_over_ranks([self._measure_task_s()])[0])
-        fitted = {name: fit_nonnegative_line(of) for name, of in points.items()}
+        fitted = {name: fit_large_sizes(of) for name, of in points.items()}
         fitted = {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         lines = self._broadcast_rank_0(fitted)
         contention = self._measure_contention(resources, pairs, lines, points, total) if pairs else NO_CONTENTION
-        tiled = self._device.type == "cpu"
-        costs = CostModel(lines, contention, machine, self._fused_costs(), tiled=tiled, task_s=task_s)
+        ranges = {name: (of[0][0], of[-1][0]) for name, of in points.items()}
+        tiled, fused = self._device.type == "cpu", self._fused_costs()
+        costs = CostModel(lines, contention, machine, fused, tiled, task_s, ranges=ranges)
         return Profile(costs, {name: tuple(pairs) for name, pairs in points.items()}, self._elapsed_s())
 
     def _measure_task_s(self) -> float:
@@ -255,10 +240,9 @@ class _Profiler:
         return statistics.median(taken)
 
     def _fused_costs(self) -> FusedCosts | None:
-        """Return the signal latency between kernels, if all ranks have symmetric memory."""
+        """Return the signal latency between kernels, by link with symmetric memory on all ranks; None without one."""
         if not device_uses_triton(self._device):
             return None
-        # Imported here because it needs Triton.
         from fusedmoe.comm.one_sided.receive_buffers import TOKEN_TILE, OneSidedAllToAll
 
         signal_s = {}
@@ -291,7 +275,6 @@ class _Profiler:
         dp = topology.world if topology.dp.size == 1 < topology.size else topology.dp
 
         def work(ranks: int, run: Callable[[list[int]], Any]) -> _Operation:
-            """Return a collective; `run` receives the numbers of elements of the ranks' parts, which are equal."""
             return _Operation(
                 _UNIT,
                 _STEPS,
@@ -306,8 +289,8 @@ class _Profiler:
             "all-reduce/dp": work(1, lambda each: all_reduce(dp, buffer[: each[0]])),
         }
 
-    def _products(self, dtype: torch.dtype) -> _Operation:
-        # Zeros would draw less power and run faster on a GPU.
+    def _gemm_operation(self, dtype: torch.dtype) -> _Operation:
+        # Zeros would run faster on a GPU.
         chance = torch.Generator(self._device).manual_seed(0)
 
         left, right = (
@@ -316,13 +299,18 @@ class _Profiler:
         )
         out = torch.empty_like(left)
 
+        def shape(size: int) -> tuple[int, int]:
+            # Small factors are square: products with few rows are limited by memory.
+            side = min(_SIDE, math.isqrt(size))
+            return size // side, side
+
         def product(size: int) -> None:
-            rows = size // _SIDE
-            torch.mm(left[:rows], right, out=out[:rows])
+            rows, side = shape(size)
+            torch.mm(left[:rows, :side], right[:side, :side], out=out[:rows, :side])
 
-        return _Operation(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
+        return _Operation(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * math.prod(shape(size)) * shape(size)[1])
 
-    def _copies(self) -> _Operation:
+    def _copy_operation(self) -> _Operation:
         rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
         chance = torch.Generator().manual_seed(0)
         order = torch.randperm(len(rows), generator=chance, device="cpu").to(self._device)
@@ -335,19 +323,25 @@ class _Profiler:
 
     def _choose_samples(self) -> list[Sample]:
         """Return the sizes to measure of each operation, within its share of the time limit. Collective."""
-        ends = [(name, work.unit // part) for name, work in self._operations.items() for part in (64, 4)]
+        ends = [(name, work.unit // part) for name, work in self._operations.items() for part in _SMALL_PARTS]
         self._measure_round(ends, 0, 0)  # warm-up
-        # Minimum over several probes, because one outlier would halve the samples.
+        # Minimum: one outlier would halve the samples.
         probed = np.min([self._measure_round(ends, 0, 0) for _ in range(_NUM_PROBES)], axis=0)
         both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._operations)}
         guesses = {name: fit_nonnegative_line([(ends[n][1], probed[n]) for n in two]) for name, two in both.items()}
 
+        def sizes_of(name: str, unit: int, steps: int) -> list[int]:
+            # At least one row, and one element per rank.
+            least = _SIDE if name in ("gemm", "copy") else self._topology.size
+            whole = {max(least, unit) * step for step in range(1, steps + 1)}
+            return sorted(whole | {max(least, unit // part) for part in _SMALL_PARTS})
+
         def total_s(name: str, unit: int, steps: int) -> float:
-            return sum(guesses[name].seconds(unit * step) for step in range(1, steps + 1)) * ROUNDS
+            return sum(map(guesses[name].seconds, sizes_of(name, unit, steps))) * ROUNDS
 
         left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
         sizes: dict[str, list[int]] = {}
-        # Shortest first, which leaves unused time for longer ones.
+        # Shortest first: longer operations get the unused time.
         for name, work in sorted(self._operations.items(), key=lambda one: total_s(one[0], one[1].unit, one[1].steps)):
             share_s = left_s / (len(self._operations) - len(sizes) + 1)  # plus contention
             unit, steps = work.unit, work.steps
@@ -356,13 +350,11 @@ class _Profiler:
             while total_s(name, unit, steps) > share_s and unit > work.unit // _MIN_UNIT_DIVISOR:
                 unit //= 2
             left_s -= total_s(name, unit, steps)
-            # At least one row, and one element per rank.
-            unit = max(unit, _SIDE if name in ("gemm", "copy") else self._topology.size)
-            sizes[name] = [unit * step for step in range(1, steps + 1)]
+            sizes[name] = sizes_of(name, unit, steps)
         return self._broadcast_rank_0([(name, size) for name in self._operations for size in sizes[name]])
 
     def _measure_round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
-        """Return the seconds of each sample on the slowest rank."""
+        """Return the seconds of each sample on the slowest rank. Collective."""
         self._warm_up()
         for number, (name, size) in enumerate(samples):
             self._wait_for_ranks()
@@ -375,13 +367,12 @@ class _Profiler:
     def _warm_up(self) -> None:
         self._recorder.clear()
         if self._device.type == "cuda":
-            # Keep the GPU busy for at least 10 ms, so that launches run ahead and are not measured.
+            # Keep the GPU busy for at least 10 ms: launches run ahead and are not measured.
             matrix = torch.zeros(2048, 2048, device=self._device)
             for _ in range(64):
                 torch.mm(matrix, matrix)
 
     def _wait_for_ranks(self) -> None:
-        """Wait for all ranks: different start times would be measured as delays."""
         all_reduce(self._topology.world, torch.zeros(1, device=self._comm_device), operation="profile")
 
     def _max_over_ranks(self, seconds: Sequence[float]) -> np.ndarray:
@@ -393,7 +384,7 @@ class _Profiler:
         return result
 
     def _elapsed_s(self) -> float:
-        """Return the seconds since the start, equal on all ranks. Collective."""
+        """Return the seconds since the start on the slowest rank. Collective."""
         return float(self._max_over_ranks([self._clock() - self._began_s])[0])
 
     def _measure_contention(
@@ -404,10 +395,9 @@ class _Profiler:
         points: Mapping[str, Sequence[tuple[float, float]]],
         total: int,
     ) -> Contention:
-        """Measure contention between each pair of resources."""
         plans = [(each,) for each in resources] + list(pairs)
         left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
-        # Sizes with equal durations that fit the time limit and the measured range; products may be repeated.
+        # Sizes with equal durations within the time limit and the measured range; products may be repeated.
         longest_s = min(
             *(points[_CONTENDERS[r][1]][-1][1] for r in resources if r in LINKS.values()), left_s / (8 * ROUNDS)
         )
@@ -423,7 +413,6 @@ class _Profiler:
             seconds: list[float] = []
             for together in plans:
                 tasks = {resource: [_CONTENDERS[resource][0]] for resource in together}
-                # No dependencies between the tasks, unlike in a layer.
                 plan = Plan.from_orders(tasks, {_CONTENDERS[resource][0]: () for resource in together})
                 self._warm_up()
                 self._wait_for_ranks()
@@ -446,7 +435,9 @@ class _Profiler:
             self._operations[name].run(size)
 
     def _num_elements(self, name: str, n: float) -> int:
-        return int(n / (2 * _SIDE)) if name == "gemm" else int(n / self._buffer.element_size())
+        if name == "gemm":
+            return int(max(n / (2 * _SIDE), min(_SIDE**2, (n / 2) ** (2 / 3))))
+        return int(n / self._buffer.element_size())
 
 
 def observe_steps(
@@ -461,13 +452,12 @@ def observe_steps(
 
     Args:
         costs: predicted costs of the steps.
-        run: runs one step of a plan in a round on this rank and returns its timeline.
+        run: `run(plan, round)` runs one step on this rank and returns its timeline.
         budget_s: no step starts that would end later than this, except the first two.
-        clock: on this rank, in seconds.
     """
     steps: list[list[list[Timeline]]] = [[] for _ in plans]
     with ProgressBar("measuring steps", budget_s) as bar:
-        # The first step of each plan allocates memory and is not counted.
+        # The first step of each plan is not counted: it allocates memory.
         run(plans[0], 0)
         began_s, taken_s, longest_s = clock(), 0.0, 0.0
         for number in range(_STEP_ROUNDS * len(plans)):
@@ -484,6 +474,7 @@ def observe_steps(
             longest_s = max(longest_s, (taken_s - before_s) / num_runs)
             if topology.is_first:
                 bar.show(number + 1, _STEP_ROUNDS * len(plans))
+        bar.finish("measured steps")
     observed = Observed()
     for plan, timelines in zip(plans, steps, strict=True):
         observed |= observe(plan, costs, timelines)

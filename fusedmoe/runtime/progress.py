@@ -20,21 +20,20 @@ from rich.text import Text
 
 from fusedmoe.errors import printable
 
-# No bar for shorter work.
 _SHOW_AFTER_S = 2.0
 
-# No remaining time before this fraction of the work is done: the first parts are often slower or faster than the rest.
+# No remaining time is shown before this fraction of the work is done.
 _MIN_DONE_FRACTION = 0.1
 
-# Seconds between two lines without a terminal.
+# Between two lines without a terminal.
 _LINE_INTERVAL_S = 15.0
 
 
 class ProgressBar:
     """Progress bar on stderr with the remaining time, shown after 2 s; without a terminal, a line every 15 s.
 
-    with ProgressBar("simulating") as bar:
-        work(bar.show)              # calls show(done, total)
+        with ProgressBar("simulating") as bar:
+            work(bar.show)              # calls show(done, total)
 
     Args:
         what: the work, as shown.
@@ -50,6 +49,7 @@ class ProgressBar:
         self._progress = Progress(*parts, console=console, transient=True, disable=not self._terminal)
         self._task = self._progress.add_task(what, total=None)
         self._next_s = self._began_s + _SHOW_AFTER_S
+        self._is_shown = False
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -62,16 +62,24 @@ class ProgressBar:
         now = time.monotonic()
         if self._terminal:
             if now > self._next_s:
+                self._is_shown = True
                 self._progress.start()
                 self._progress.update(self._task, completed=done, total=total)
         elif self._next_s < now and 0 < done < total:
-            self._next_s = now + _LINE_INTERVAL_S
+            self._is_shown, self._next_s = True, now + _LINE_INTERVAL_S
             left = ""
             if self._budget_s is not None:
                 left = f", at most {_format_duration(self._budget_s)} in all"
             elif done >= _MIN_DONE_FRACTION * total:
                 left = f", {_format_duration((now - self._began_s) / done * (total - done))} left"
             print(f"fusedmoe: {self._what}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
+
+    def finish(self, done: str, suffix: str = "") -> None:
+        """Print that the work ended and its duration, such as "measured in 17 s", if progress was shown."""
+        self._progress.stop()
+        if self._is_shown:
+            text = f"fusedmoe: {done} in {time.monotonic() - self._began_s:.0f} s{suffix}"
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 class RemainingColumn(ProgressColumn):
@@ -106,7 +114,6 @@ class Display:
 
 
 def make_display(rank: int, total: int, done: int) -> Display:
-    """Return a bar on a terminal, lines without one, and no output on ranks other than 0."""
     if rank:
         return Display()
     return TrainingBar(total, done) if sys.stdout.isatty() else LinePrinter(total)

@@ -8,8 +8,8 @@
 For a None recorder `span` returns a shared null context, which does not break graphs of `torch.compile`. While a
 PyTorch profiler is active, each span is also a `torch.profiler.record_function` range, with or without a recorder.
 
-On a CPU, the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the current streams at its
-start and end, so it measures device time. Recording does not synchronize; `timeline()` does.
+On a CPU, the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the current streams: it
+measures device time without synchronizing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def span(
     also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
     """Return `recorder.span(...)` or a null context, plus a profiler range if a PyTorch profiler is active."""
-    # A layer's recorder adds the layer index and forwards to its parent.
     if isinstance(recorder, _LayerRecorder):
         layer, recorder = recorder.layer, recorder.parent
     if recorder is None and not is_profiling():
@@ -72,7 +71,7 @@ def active_recorder() -> Recorder | None:
 def part_span(kind: str) -> AbstractContextManager[None]:
     """Return a context that records the forward of a part of a layer with the active recorder."""
     recorder = None if torch.compiler.is_compiling() else _active.recorder
-    if recorder is None and not is_profiling():  # nearly always
+    if recorder is None and not is_profiling():
         return _NULL_CONTEXT
     return span(recorder, kind, kind=kind, phase="forward")
 
@@ -92,13 +91,11 @@ def _record_with(recorder: Recorder | None) -> Iterator[None]:
 
 
 def is_profiling() -> bool:
-    """Return whether a PyTorch profiler is active."""
     return not torch.compiler.is_compiling() and is_profiler_active()
 
 
 def layer_recorder(recorder: Recorder | None, layer: int | None) -> Recorder | None:
-    """Return a recorder that adds the layer index to spans; None if nothing records."""
-    # Compiled graphs contain no recording.
+    """Return a recorder that adds the layer index to spans; None if nothing records, or during compilation."""
     if torch.compiler.is_compiling() or (recorder is None and not is_profiling()):
         return None
     return _LayerRecorder(recorder, layer)
@@ -110,10 +107,10 @@ def record_operation(
     """Return `operation(x)`, recorded as a forward and a backward span if there is a recorder."""
     if recorder is None and not is_profiling():
         return operation(x)
-    if not (x.requires_grad and torch.is_grad_enabled()):  # no backward pass would close the span
+    if not (x.requires_grad and torch.is_grad_enabled()):  # no backward pass follows
         with span(recorder, kind, kind=kind, phase="forward"):
             return operation(x)
-    # In the backward pass, the mark on the output opens the span, and the mark on the input closes it.
+    # The backward pass reaches the callback on the output first, and the callback on the input last.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
         y = operation(_BackwardCallback.apply(x, lambda: back.__exit__(None, None, None)))
@@ -140,8 +137,7 @@ class Recorder:
     """Collects the spans of one rank since its creation. Thread-safe.
 
     `device`: with a CUDA device, spans use events on its current streams; otherwise the host's `clock` in seconds.
-    Event times since creation (or `clear`) are float32 milliseconds, exact to 1 µs in the first 10 s: create a recorder
-    for the measured steps, not for a whole run.
+    Event times are exact to 1 µs in the first 10 s only: create a recorder for the measured steps, not for a whole run.
     """
 
     def __init__(
@@ -159,8 +155,7 @@ class Recorder:
     def clear(self) -> None:
         """Discard all spans, including open ones, and restart at zero. Synchronizes with the device."""
         self._records: list[tuple[Span, Any, Any]] = []  # span, start mark, end mark
-        self._added: list[Span] = []
-        # An idle device executes the event at once: host and device zero differ by microseconds.
+        # An idle device executes the event at once.
         self._wait()
         self._zero_mark = self._mark()
         self._wait()
@@ -191,9 +186,9 @@ class Recorder:
         phase: str | None = None,
         also: tuple[str, ...] = (),
     ) -> AbstractContextManager[None]:
-        """Return a context that records one span, unless its body raises. `also`: see `Span`.
+        """Return a context that records one span, unless its body raises.
 
-        Raises `ConfigError` for an unknown kind, resource or phase.
+        `also`: further resources that the span occupies. Raises `ConfigError` for an unknown kind, resource or phase.
         """
         require_known("kind", kind)
         require_known("phase", phase)
@@ -201,21 +196,13 @@ class Recorder:
             require_known("resource", each)
         return _Record(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
-    def now(self) -> float:
-        """Return the seconds since zero on the host's clock, for `add`."""
-        return self._now() - self._zero_s
-
-    def add(self, span: Span) -> None:
-        """Add a span with known times, for example of work that starts and ends on different threads."""
-        self._added.append(span)
-
     def timeline(self) -> Timeline:
-        """Return everything recorded so far. Synchronizes with the device. Recording may continue."""
-        records, added = tuple(self._records), tuple(self._added)  # before the wait: others may record
+        """Return everything recorded so far. Synchronizes with the device."""
+        records = tuple(self._records)  # before the wait: others may record
         self._wait()
         seconds = self._seconds
-        measured = [what._replace(start_s=seconds(start), end_s=seconds(end)) for what, start, end in records]
-        return Timeline(self.rank, (*measured, *added), "measured", self._anchor_s)
+        spans = tuple(what._replace(start_s=seconds(start), end_s=seconds(end)) for what, start, end in records)
+        return Timeline(self.rank, spans, "measured", self._anchor_s)
 
 
 class _LayerRecorder(Recorder):
@@ -263,7 +250,6 @@ class _Record:
 def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
     """Return the same instant on both clocks: (`now()`, `time.time()`)."""
     readings = [(now(), time.time(), now()) for _ in range(8)]
-    # The reading with the smallest interval is the most accurate.
     before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return (before + after) / 2, wall
 
@@ -283,7 +269,7 @@ class DeviceTime:
             self._event.record()
 
     def seconds_since(self, other: DeviceTime) -> float:
-        """Return the seconds since another moment. With CUDA, waits for both."""
+        """Return the seconds since `other`. With CUDA, waits until the device has reached both."""
         if self._event is None or other._event is None:
             return self._host_s - other._host_s
         other._event.synchronize()

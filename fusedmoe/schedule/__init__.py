@@ -13,7 +13,7 @@ from __future__ import annotations
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.machines import TESTBEDS
-from fusedmoe.schedule.passes import Partition, three_queues
+from fusedmoe.schedule.passes import GradientPartition, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -28,7 +28,7 @@ __all__ = [
     "LINES",
     "Line",
     "POLICIES",
-    "Partition",
+    "GradientPartition",
     "Plan",
     "StepCosts",
     "StepSplit",

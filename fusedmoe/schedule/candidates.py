@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
+from fusedmoe.schedule.passes import GradientPartition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, PlanSearch, Policy, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
@@ -144,7 +144,7 @@ def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, limit: int) ->
             return step_plan(costs, ahead, back, exposed=True)
         middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
-        return step_plan(costs, ahead, back, Partition(tuple(map(float, middle)), tuple(map(float, beside))))
+        return step_plan(costs, ahead, back, GradientPartition(tuple(map(float, middle)), tuple(map(float, beside))))
 
     for degree in _degree_changes(limit):
         ahead, back = ([one._replace(degree=degree(one.degree)) for one in both] for both in (forward, backward))

@@ -29,6 +29,9 @@ MIN_BETA = 1e-15
 # Fits with a smaller r² predict hardly better than the mean of their points.
 _FAIR_R2 = 0.9
 
+# Smaller measured fractions are noise.
+_MIN_FRACTION = 0.05
+
 _FORMAT = "fusedmoe-costs"
 _VERSION = 2
 
@@ -105,6 +108,21 @@ class Contention:
 NO_CONTENTION = Contention()
 
 
+def speed_fractions(alone_s: tuple[float, float], together_s: tuple[float, float]) -> tuple[float, float]:
+    """Return the fraction of its speed, in (0, 1], that each of two tasks keeps while both run.
+
+    Args:
+        alone_s: seconds of each task alone.
+        together_s: seconds of each task if both start at the same time.
+    """
+    first = int(together_s[1] < together_s[0])
+    both_s, after_s = together_s[first], together_s[1 - first] - together_s[first]
+    # The task that ends first does all its work while both run; the other finishes alone.
+    done_s = {first: alone_s[first], 1 - first: alone_s[1 - first] - after_s}
+    shares = [min(1.0, max(_MIN_FRACTION, done_s[which] / both_s)) for which in range(2)]
+    return shares[0], shares[1]
+
+
 class Costs(Protocol):
     """Costs of a plan's tasks, as the simulator needs them."""
 
@@ -118,7 +136,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Durations:
-    """Costs given task by task."""
+    """Costs from a table of task durations, the same for every plan."""
 
     given: Mapping[Task, float]
     contention: Contention = NO_CONTENTION
@@ -144,7 +162,7 @@ class Line:
         return 1 / max(self.beta_s, MIN_BETA)
 
     def amount(self, seconds: float) -> float:
-        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up (F14)."""
+        """Return the bytes or FLOP processed in `seconds`; 0 for less than the start-up `alpha_s`."""
         left_s = seconds - self.alpha_s
         if left_s < 0:
             return 0.0
@@ -164,20 +182,29 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
     return _line(float(seconds.mean() - beta * n.mean()), beta, n, seconds)
 
 
-def fit_nonnegative_line(points: Sequence[tuple[float, float]]) -> Line:
+def fit_nonnegative_line(points: Sequence[tuple[float, float]], max_alpha_s: float = math.inf) -> Line:
     """Return a line through points (n, seconds) with a non-negative intercept and a slope of at least `MIN_BETA`.
 
-    Minimises squared errors, or squared relative errors if the least-squares line violates the bounds.
+    Minimises squared errors, or squared relative errors if the least-squares line violates the bounds. A larger
+    intercept than `max_alpha_s` is reduced to it.
     """
     line = fit(points)
-    if line.alpha_s >= 0 and line.beta_s >= MIN_BETA:
-        return line
-    # Noise in the longest times makes the fit negative. The import is slow and rarely needed.
-    from scipy.optimize import nnls
-
     n, seconds = np.array(points).T
-    (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
-    return _line(float(alpha), max(MIN_BETA, float(beta / n.max())), n, seconds)
+    if line.alpha_s < 0 or line.beta_s < MIN_BETA:
+        # Noise in the longest times makes the fit negative. The import is slow and rarely needed.
+        from scipy.optimize import nnls
+
+        (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
+        line = _line(float(alpha), max(MIN_BETA, float(beta / n.max())), n, seconds)
+    if line.alpha_s > max_alpha_s:
+        line = _line(max_alpha_s, max(MIN_BETA, float(n @ (seconds - max_alpha_s) / (n @ n))), n, seconds)
+    return line
+
+
+def fit_large_sizes(points: Sequence[tuple[float, float]]) -> Line:
+    """Fit the multiples of a unit. The time of the smallest size, a fraction of the unit, bounds the start-up time."""
+    unit = points[-1][0] - points[-2][0]
+    return fit_nonnegative_line([point for point in points if point[0] > unit / 2], max_alpha_s=points[0][1])
 
 
 def _line(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
@@ -219,9 +246,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """Measured seconds per sample.
+    """Measured seconds of parts of a layer or step. Raises `ConfigError` for an invalid time or number of chunks.
 
-    `rows`: expert rows per pass of the measured layers; None: as in the costed layer.
+    Attributes:
+        seconds: by part: kind of task, phase and number of chunks (`Sample`).
+        rows: expert rows per pass of the measured layers; None: as many as in the layer whose costs they are used for.
     """
 
     seconds: Mapping[Sample, float] = field(default_factory=dict)
@@ -272,6 +301,7 @@ class CostModel:
             memory and reads them again.
         task_s: executor overhead per task in seconds.
         observed: measured task times by `Workload.shapes`, with precedence over lines.
+        ranges: smallest and largest measured n of each line, in bytes or FLOP; a line without an entry has no limits.
     """
 
     lines: Mapping[str, Line] = field(default_factory=dict)
@@ -281,6 +311,7 @@ class CostModel:
     tiled: bool = False
     task_s: float = 0.0
     observed: Mapping[str, Observed] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.lines) - set(LINES))
@@ -319,6 +350,8 @@ class CostModel:
         data["task_s"] = self.task_s
         if self.observed:
             data["observed"] = {shapes: seen.as_dict() for shapes, seen in self.observed.items()}
+        if self.ranges:
+            data["ranges"] = {name: {"least": least, "most": most} for name, (least, most) in self.ranges.items()}
         return json.dumps(data, allow_nan=False, indent=2)
 
     @classmethod
@@ -344,7 +377,10 @@ class CostModel:
             fused = FusedCosts(**data["fused"]) if "fused" in data else None
             seen = {shapes: Observed.from_dict(parts) for shapes, parts in data.get("observed", {}).items()}
             contention = Contention(**data["contention"])
-            return cls(lines, contention, data["machine"], fused, data.get("tiled") is True, task_s, seen)
+            ranges = {name: (between["least"], between["most"]) for name, between in data.get("ranges", {}).items()}
+            if not all(isinstance(n, (int, float)) for between in ranges.values() for n in between):
+                raise ConfigError(f"cost model: invalid ranges {data['ranges']!r}")
+            return cls(lines, contention, data["machine"], fused, data.get("tiled") is True, task_s, seen, ranges)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: missing or unknown field: {error}") from error
 

@@ -64,16 +64,19 @@ def run(
     speeds: Sequence[Sequence[float]] | None = None,
     works: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Return the starts and ends of all tasks, without preemption.
+    """Simulate all tasks without preemption. Return their starts and ends in seconds.
 
     When a resource is free, the ready task with the smallest priority starts; ties go to the smaller index.
 
     Args:
-        on: index of each task's resource in `RESOURCES`. With `IDLE_ONLY` added, the task starts only if no other task
-            can start now or after tasks that take no time.
+        before, followers: indices of the tasks that each task waits for, and of the tasks that wait for it.
+        on: index of each task's resource in `RESOURCES`. Add `IDLE_ONLY` for a task that starts only if its resource
+            would be idle otherwise: no other task can start at this time, also not after tasks that take no time.
+        seconds: duration of each task without contention.
         priority: None: equal priorities.
         speeds: `cost.Contention.speeds`; None: no contention.
-        works: index of the hardware each task uses, if links share a queue; None: as `on`.
+        works: index in `RESOURCES` of the hardware that each task uses, if links share a queue. None: as `on`, which
+            then must not contain `IDLE_ONLY` tasks if `speeds` is given.
     """
     count = len(before)
     by_rank = rank = list(range(count))

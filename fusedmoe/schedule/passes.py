@@ -2,7 +2,7 @@
 
 An order function returns the task order of each resource for one layer and pass:
 
-    three_queues    inter D0 D1 AR0 C0 C1    intra AG0 AG1 RS0 RS1     (FSMoE Fig. 3d, F10)
+    three_queues    inter D0 D1 AR0 C0 C1    intra AG0 AG1 RS0 RS1     (FSMoE Fig. 3d)
     alternating     inter D0 D1 D2 AR0 C0 C1 C2    intra AG0 AG1 RS0 AG2 RS1 RS2
     one_queue       inter D0 AG0 D1 AG1 AR0 RS0 C0 RS1 C1              (one communication queue: Tutel, PipeMoE)
 
@@ -71,7 +71,7 @@ def _interleave(first: list[Task], second: list[Task]) -> list[Task]:
 
 
 def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Return the seconds T(r) of `three_queues` without contention; exact (F11)."""
+    """Return the seconds T(r) of `three_queues` without contention; exact."""
     # The longest path makes r − 1 steps from one chunk to the next, all on the resource with the longest task. Only the
     # path through gar, and that from the last all-gather to the first reduce-scatter, pass over the chunks twice.
     d, ag, x, rs, c = times
@@ -84,7 +84,10 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Return the seconds T(r) of `one_queue`; exact if links do not slow down computation."""
+    """Return the seconds of a pass in `one_queue` order with r chunks, without contention; exact.
+
+    `times`: seconds of one chunk's tasks; `gar`: seconds of the gradient all-reduces.
+    """
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
@@ -106,7 +109,7 @@ def choose_degree(
     limit: int = MAX_DEGREE,
     least: int = 1,
 ) -> DegreeChoice:
-    """Return the number of chunks from `least` to `limit` with the shortest pass (F12); ties go to the smallest.
+    """Return the number of chunks from `least` to `limit` with the shortest pass; ties go to the smallest.
 
     `chunks`: time of each part, by kind. `gar`: seconds of gradient all-reduces. Raises `ConfigError` for a limit < 1.
     """
@@ -160,7 +163,7 @@ def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient:
     return Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
 
 
-class Partition(NamedTuple):
+class GradientPartition(NamedTuple):
     """Gradient bytes reduced in the middle of each layer's backward pipeline, and alongside its dense part.
 
     Only gradients of later layers are complete by then, so the last layer reduces nothing. The rest is reduced at the

@@ -130,7 +130,7 @@ def _samples(
 ) -> dict[Sample, list[float]]:
     """Return the seconds of each task of one step over all ranks, by sample.
 
-    `contention`: removed from the times, as is regrouping between different degrees of the passes; None: keep both.
+    `contention`: removed from the times, as is rechunking between different degrees of the passes; None: keep both.
     """
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     timeline = _numbered_chunks(_slowest_spans(timelines), counts)
@@ -161,7 +161,7 @@ def _samples(
             there, back = (degrees.get((one, layer)) for one in PHASES)
             alone = contention is not None and (kind, phase) == (TaskKind.EXPERT, "backward")
             if alone and there and back and there != back:
-                seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
+                seconds = max(0.0, seconds - costs.layers[layer].rechunk_s / back)
             has_w_tasks = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], has_w_tasks)
         tasks[task] = sample, seconds
@@ -201,20 +201,20 @@ def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool])
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
     if not losses:
         return {}
-    begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
+    loss_start_s, loss_end_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     after = [span.start_s for span in timeline.spans if span.kind == TaskKind.OPTIMIZER]
     passed_s = min(
         (span.start_s for span in reduced if not is_of_plan(span)), default=min(after, default=timeline.end_s)
     )
     reduced_s = max((span.end_s for span in reduced if is_of_plan(span)), default=0.0)
-    counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
+    counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= loss_start_s]
     beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNTS)
     work = counts + [span for span in timeline.spans if span.kind not in beside and is_of_plan(span)]
     around = {
-        Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, begins_s),
-        Sample(TaskKind.LOSS, None): ends_s - begins_s,
-        Sample(TaskKind.OTHER, "backward"): idle_s(work, ends_s, passed_s),
+        Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, loss_start_s),
+        Sample(TaskKind.LOSS, None): loss_end_s - loss_start_s,
+        Sample(TaskKind.OTHER, "backward"): idle_s(work, loss_end_s, passed_s),
         Sample(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
     return {Sample(COUNTS, "forward"): sum(span.duration_s for span in counts), **around} if counts else around

@@ -1,4 +1,4 @@
-"""The shared expert in the plan of a layer's pass: one compute task, which waits for no communication."""
+"""Adds the shared expert to the plan of a layer's pass: one compute task, which waits for no communication."""
 
 from __future__ import annotations
 

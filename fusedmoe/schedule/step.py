@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.list_schedule import fill_idle_slots
-from fusedmoe.schedule.passes import Order, Partition
+from fusedmoe.schedule.passes import GradientPartition, Order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, STAGES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
@@ -32,7 +32,7 @@ def step_plan(
     costs: StepCosts,
     forward: Sequence[ChunkedPass],
     backward: Sequence[ChunkedPass],
-    partition: Partition | None = None,
+    partition: GradientPartition | None = None,
     *,
     exposed: bool = False,
 ) -> Plan:

@@ -85,14 +85,14 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of one layer. Its plans have exactly the parts listed here."""
+    """Costs of one layer. Its plans have exactly the pipelined and dense parts (kinds of task) listed here."""
 
     chunks: Mapping[str, Mapping[str, StageTime]]  # pipelined parts, by phase and kind
     dense_s: Mapping[str, Mapping[str, float]]  # seconds of unchunked parts, by phase and kind
     gradient_bytes: int = 0  # of the dense gradients that are all-reduced
     micro: MicroBatches | None = None  # None if dense parts cannot be split
     # Seconds to copy rows in the experts' backward pass if its chunks differ from the forward pass.
-    regroup_s: float = 0.0
+    rechunk_s: float = 0.0
 
     def with_parts(self, kinds: Collection[str]) -> LayerCosts:
         """Return the costs with these pipeline parts only; a part without costs takes no time. `dense_s` stays."""
@@ -172,7 +172,7 @@ class StepCosts:
                 known[where] = self._task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
                 if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
-                    known[where] += self.layers[layer].regroup_s / counts[where]
+                    known[where] += self.layers[layer].rechunk_s / counts[where]
             result[task] = known[where]
         return result
 

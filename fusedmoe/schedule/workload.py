@@ -139,6 +139,13 @@ class Workload:
             volumes |= dict.fromkeys((TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER), gathered)
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
+    def operation_sizes(self) -> dict[str, list[float]]:
+        """Return the n of an unchunked layer's operations by line: FLOP of each product, bytes of each collective."""
+        volumes = self.volumes()
+        sizes = {_LINES[kind]: [volume] for kind, volume in volumes.items() if kind != TaskKind.EXPERT}
+        products = [self.projection_flop() / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
+        return sizes | {"gemm": products, "all-reduce/dp": [self.gradient_bytes()]}
+
     def saved_elements(self) -> float:
         """Return the elements that the experts' forward saves: tokens (if W1 has a gradient) and pre-activations."""
         tokens = self.share * self.model_dim if "w1" in self.trained else 0.0
@@ -173,7 +180,7 @@ class Workload:
         """Return the layer's costs on a machine, with those of the blocks without experts `before` it.
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
-        around the experts (F7). With these, the coefficients of the paper's Fig. 5 reproduce its Table 2. Each
+        around the experts. With these, the coefficients of the paper's Fig. 5 reproduce its Table 2. Each
         micro-batch pays the start-up times of all parts.
         """
 
@@ -192,7 +199,7 @@ class Workload:
         dense: dict[str, dict[str, StageTime]] = {}
         expert = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert])
         for phase, times in zip(PHASES, (1, 2), strict=True):
-            # Backward of attention and of fully trained experts takes twice the forward time (F13).
+            # Backward of attention and of fully trained experts takes twice the forward time.
             chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
             chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
             dense[phase] = {TaskKind.ATTENTION: attention * times + mp_transfers}
@@ -205,8 +212,8 @@ class Workload:
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
-        regroup_s = copy.seconds(self.saved_elements() * self.itemsize)
-        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, regroup_s)
+        rechunk_s = copy.seconds(self.saved_elements() * self.itemsize)
+        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, rechunk_s)
 
     def step_costs(
         self,

@@ -7,8 +7,8 @@ name in the single-rank model. Ranks write disjoint parts in parallel. Loading u
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -37,13 +37,12 @@ EXTRA, ABOUT = "extra", "fusedmoe"
 # Attempts to load while other jobs replace the checkpoint.
 _MAX_ATTEMPTS = 3
 
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+# DTensor creates host-side tensors on the default device.
 def _with_cpu_default(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function to run with the CPU as default device. DTensor then creates its host-side tensors there."""
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -64,17 +63,17 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimizer and `extra` for loading on any topology. Collective over all ranks.
 
-    The checkpoint is written to a hidden sibling folder and renamed when complete: an interrupted save leaves an
-    existing checkpoint at `path` intact. Tensors are not gathered.
+    A failed or interrupted save leaves an existing checkpoint at `path` intact: ranks write to a hidden sibling folder,
+    which is renamed when complete. Tensors are not gathered.
 
     Args:
         path: on a file system shared by all ranks.
-        model: its parameters and persistent buffers are saved, under names without the prefixes of
-            DistributedDataParallel, FSDP2, torch.compile and activation checkpointing.
+        model: parameters and persistent buffers are saved, without the prefixes of wrappers (DDP, FSDP2, torch.compile,
+            activation checkpoints) in their names.
         optimizer: one whose state consists of plain values and tensors shaped like the parameters (AdamW, SGD, …), a
-            `PerMatrix`, or a list of optimizers.
-        extra: additional state (step, scheduler, random generators) of rank 0, restored with its types. Gather per-rank
-            values first. Supported classes, without subclasses:
+            `PerMatrix`, or a list of optimizers. None saves no optimizer state.
+        extra: additional state (step, scheduler, random generators) of rank 0, restored with its types. Supported
+            classes, without subclasses:
 
             - None, bool, int, float, str, bytes, and paths of this system (`pathlib.Path`);
             - date, timedelta, and datetime without a time zone or with a fixed offset;
@@ -83,12 +82,11 @@ def save_checkpoint(
               text;
             - list, tuple, set, frozenset, dict, OrderedDict and Counter of these, nested at most 100 levels deep.
 
-            The error for any other class names its position and a conversion, such as `value` of an enum.
     Raises:
         ConfigError: `path` exists and is not a checkpoint; the state cannot be resharded or contains an unsupported
             class; another job is saving to `path`.
         RankError: ranks pass different paths or do not share the file system, or saving failed on the rank in the
-            message. An existing checkpoint at `path` is unchanged.
+            message.
     """
     path = Path(path)
     operation = f"saving checkpoint {path_of_first_rank(path, topology, 'saving a checkpoint', must_agree=True)}"
@@ -109,20 +107,19 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load model and optimizer in place and return the `extra` that was saved. Collective over all ranks.
 
-    Number of ranks and layout may differ from the save. Each rank reads only its own parts, after all checks: a damaged
-    or mismatched checkpoint modifies nothing. Tensors are converted to the model's dtypes; a conversion that changes a
+    The number of ranks and their layout may differ from the save. Each rank reads only its own parts; a damaged or
+    mismatched checkpoint modifies nothing. Tensors are converted to the model's dtypes; a conversion that changes a
     value by more than rounding (1e300 to float32, 300 to uint8, 2.7 to int64) is an error. Tensors in `extra` are on
     the CPU.
 
-    Formats 1 and 2 contain pickles; convert them first: `fusedmoe convert-checkpoint OLD NEW`.
+    Formats 1 and 2 contain pickles; convert them with `fusedmoe convert-checkpoint OLD NEW`.
 
     Args:
         optimizer: of the same kind as at the save. None skips the optimizer state in the checkpoint.
     Raises:
         ConfigError: no checkpoint at `path`; it is damaged or of an earlier format; its values do not fit the model's
-            dtypes; or model or optimizer differ.
-        RankError: loading failed on some ranks (the message names the first and the cause), or ranks read different
-            checkpoints.
+            dtypes; model or optimizer differ; or it was replaced while it was loaded.
+        RankError: loading failed on some ranks, or ranks read different checkpoints.
     """
     path = Path(path)
     operation = f"loading checkpoint {path_of_first_rank(path, topology, 'loading a checkpoint')}"
@@ -137,10 +134,11 @@ def load_checkpoint(
 def _load(
     path: Path, state: ModelState, has_optimizer: bool, topology: Topology, operation: str, is_last: bool
 ) -> dict[str, Any] | None:
-    """Load a checkpoint. If it was replaced before loading began, return None or, if `is_last`, raise."""
+    """Try to load a checkpoint. If it was replaced before loading began, return None or, if `is_last`, raise."""
     metadata_values: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     folders: list[CheckpointReader] = []
+    opened = ExitStack()
 
     # All ranks finish all checks before any rank reads a tensor: either all ranks load the checkpoint or none does.
     def compare() -> str | None:
@@ -154,6 +152,7 @@ def _load(
 
     def compare_index() -> str:
         folder = CheckpointReader(path)
+        opened.callback(folder.close)
         folders.append(folder)
         _raise_not_loaded(path, state.model_difference(folder.metadata))
         keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
@@ -168,7 +167,7 @@ def _load(
         folder.read_values(targets)
         return folder.digest
 
-    with _closing(folders):
+    with opened:
         digests = on_all_ranks(topology.world, operation, compare)
         if None in digests or (not is_last and len(set(digests)) > 1):
             return None
@@ -185,20 +184,10 @@ def _load(
     return extra
 
 
-@contextmanager
-def _closing(folders: list[CheckpointReader]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for folder in folders:
-            folder.close()
-
-
 class ModelState:
-    """State of a model and its optimizer on this rank, by unwrapped parameter names. Construction is collective."""
+    """Model and optimizer state of this rank, by unwrapped parameter names. Construction is collective."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None, topology: Topology, operation: str) -> None:
-        # With unwrapped names, wrapped and unwrapped models load each other's checkpoints.
         while isinstance(model, (DistributedDataParallel, SingleRank)):
             model = model.module
         self._model, self._topology = model, topology
@@ -208,7 +197,7 @@ class ModelState:
         for own_name, value in model.state_dict().items():
             name = plain_name(own_name)
             if name in number_names:
-                continue  # expert numbers depend on the layout; the layout that loads derives them from its specs
+                continue  # expert numbers depend on the layout
             self._wrapped_names[name], self._values[name] = own_name, value
         tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
 
@@ -239,7 +228,6 @@ class ModelState:
                 )
 
     def entries(self, includes: EntryFilter = is_writer) -> dict[str, Any]:
-        """Return this rank's entries by key; `includes` selects among entries that several ranks hold."""
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
             spec = self._specs.own.get(name)
@@ -253,7 +241,7 @@ class ModelState:
         return {"format": FORMAT, "optimizer": None if self._optimizer is None else self._optimizer.about()}
 
     def model_difference(self, metadata: Metadata) -> str | None:
-        """Name the first tensors that differ from the checkpoint; None if all match."""
+        """Describe up to two tensors of each kind of difference from the checkpoint; return None if all match."""
         saved = {
             key.removeprefix(_MODEL): tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
             for key, value in metadata.state_dict_metadata.items()
@@ -285,7 +273,7 @@ class ModelState:
         return difference and f"{difference}. Construct the optimizer as for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """Return the tensor to read each entry into; None for plain values."""
+        """Return the tensor into which each entry is read, by key; None for a plain value."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
             spec, saved = self._specs.own.get(name), metadata.state_dict_metadata[_MODEL + name]
@@ -294,8 +282,7 @@ class ModelState:
                 targets[_MODEL + name] = None
                 if isinstance(saved, TensorStorageMetadata):
                     device = value.device if isinstance(value, Tensor) else None
-                    target = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
-                    targets[_MODEL + name] = target
+                    targets[_MODEL + name] = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
 
     def dtypes(self, targets: dict[str, Any]) -> dict[str, torch.dtype]:
@@ -303,7 +290,6 @@ class ModelState:
         return dtypes if self._optimizer is None else dtypes | self._optimizer.dtypes(dtypes)
 
     def install(self, targets: dict[str, Any], metadata_values: dict[str, Any]) -> None:
-        # Tensors were read in place; `load_state_dict` sets other state and runs the modules' hooks.
         state = {
             own: self._values[name] if name in self._specs.own and not _is_extra_state(name) else targets[_MODEL + name]
             for name, own in self._wrapped_names.items()
@@ -315,9 +301,10 @@ class ModelState:
 
 class _WithExtraState(nn.Module):
     def get_extra_state(self) -> None:
-        """Add one entry to the state dict: its key is PyTorch's name for extra state."""
+        """Return None: defining this method adds an entry to the state dict."""
 
 
+# PyTorch's key of extra state.
 (_EXTRA_STATE,) = _WithExtraState().state_dict()
 
 
@@ -340,7 +327,7 @@ def _describe_optimizer(kind: str | None, groups: int) -> str:
 
 
 def metadata_problem(metadata_values: dict[str, Any]) -> str | None:
-    """Return an error message unless `save_checkpoint` could have written the metadata."""
+    """Return an error message if `save_checkpoint` cannot have written this metadata, otherwise None."""
     about, groups = metadata_values.get(ABOUT), metadata_values.get(GROUPS, [])
     if (
         isinstance(metadata_values.get(EXTRA), dict)

@@ -1,7 +1,7 @@
 """Checkpoint folders: exclusive, atomic replacement and parallel writes.
 
-Planners of torch.distributed.checkpoint assign tensor parts to ranks. Its savers and loaders are not used: their
-collectives have no timeout, whereas here a failed or missing rank ends all ranks with an error that names it.
+Planners of torch.distributed.checkpoint assign tensor parts to ranks. Its savers and loaders are not used, because
+their collectives have no timeout.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ def resolve_links(path: Path) -> Path:
 
 
 def path_of_first_rank(path: Path, topology: Topology, operation: str, must_agree: bool = False) -> str:
-    """Return rank 0's path, which all ranks then use in their errors. Collective.
+    """Return rank 0's path, for the errors of all ranks. Collective.
 
     With `must_agree`, raise `RankError` if the ranks' paths lead to different folders.
     """
-    # Equal as absolute paths or after resolving links.
     written = os.fspath(path), os.path.abspath(path), str(resolve_links(path))
     (first, *places), *others = all_gather_object(topology.world, written, operation)
     for rank, (_, *other) in zip(topology.world.ranks[1:], others, strict=True):
@@ -66,7 +65,6 @@ def path_of_first_rank(path: Path, topology: Topology, operation: str, must_agre
 
 
 def require_shared(folder: Path, mark: str, path: Path) -> None:
-    """Raise `ConfigError` unless this rank sees rank 0's temporary folder, identified by its file `mark`."""
     if not os.path.lexists(folder / mark):
         raise ConfigError(
             f"{path} is a different folder than on rank 0: the disk is local to a node. Save to a file system shared "
@@ -75,7 +73,7 @@ def require_shared(folder: Path, mark: str, path: Path) -> None:
 
 
 def sibling_path(path: Path, suffix: str) -> Path:
-    """Return a hidden path in the parent folder of `path`, hence on the same file system for renaming."""
+    """Return a hidden path in the folder of `path`, hence on the same file system."""
     return path.parent / f".{path.name}.{suffix}"
 
 
@@ -84,7 +82,6 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return the folder of the checkpoint saved to `path`, or None."""
     path = resolve_links(path)
     if is_checkpoint(path):
         return path
@@ -95,9 +92,10 @@ def find_checkpoint(path: Path) -> Path | None:
 
 @contextmanager
 def exclusive_folder(path: Path, folder: Path) -> Iterator[str]:
-    """Create an empty temporary folder, remove it on exit, and hold an exclusive lock for saves to `path`.
+    """Lock saves to `path` and create the empty temporary folder `folder`; both until the context ends.
 
-    Yields the name of a random file in `folder`, by which other ranks recognise it.
+    Yield the name of a random file in `folder`, by which other ranks recognise it. Raise `ConfigError` if another job
+    is saving to `path`, or if `path` exists and is not a checkpoint.
     """
     busy = ConfigError(f"another job is saving to {path}. Save to another path, or wait until it is done.")
     try:
@@ -110,14 +108,13 @@ def exclusive_folder(path: Path, folder: Path) -> Iterator[str]:
             folder.rmdir()
         raise
 
-    # The lock does not prevent another job from replacing the folder.
-    def is_own_folder() -> bool:
+    def is_own_folder() -> bool:  # another job may replace a locked folder
         with suppress(OSError):
             return os.path.samestat(os.fstat(descriptor), folder.lstat())
         return False
 
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # without locks in the file system
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -143,7 +140,7 @@ def exclusive_folder(path: Path, folder: Path) -> Iterator[str]:
 
 
 def replace_checkpoint(partial: Path, path: Path) -> None:
-    """Rename the finished folder to `path`. At every moment either `path` or the previous checkpoint is complete."""
+    """Rename the finished folder `partial` to `path`; a crash leaves this or the previous checkpoint complete."""
     previous = sibling_path(path, "previous")
     _fsync_folder(partial)
     _fsync_folder(path.parent)
@@ -157,7 +154,6 @@ def replace_checkpoint(partial: Path, path: Path) -> None:
         with suppress(OSError):
             previous.rename(path)
         raise
-    # The save has succeeded; later failures are only warnings.
     try:
         _fsync_folder(path.parent)
     except OSError as error:
@@ -169,7 +165,7 @@ def _remove(folder: Path, label: str) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # unlike the first call, continues after errors
+        shutil.rmtree(folder, ignore_errors=True)  # continues after errors
         if os.path.lexists(folder):
             warn(f"{label} could not be removed from {folder}: {error}. Remove that folder.", stacklevel=2)
 
@@ -185,9 +181,9 @@ def _fsync_folder(folder: Path) -> None:
 def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: Topology, operation: str) -> None:
     """Write all ranks' entries to `path`, replacing an existing checkpoint. Collective over all ranks.
 
-    `entries` returns tensors, DTensors and plain values by key. Exactly one of the ranks that hold an entry returns it.
+    `entries` returns tensors, DTensors and plain values by key; exactly one rank returns each entry.
     """
-    path = resolve_links(path)  # replace the target of a symbolic link, not the link
+    path = resolve_links(path)  # the target of a symbolic link is replaced
     temporary = sibling_path(path, "partial")
     unfinished = temporary / "checkpoint"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -195,7 +191,6 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
     values: dict[str, EncodedValue] = {}
 
     def plan() -> SavePlan:
-        # Reject values that cannot be loaded before creating any file.
         tensors, values_of_rank = split_entries(entries(), operation)
         values.update(values_of_rank)
         # PyTorch's planner would deduplicate entries; `is_writer` has already assigned each entry to one rank.
@@ -216,7 +211,6 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
     def on_all(action: Callable[[], Any]) -> list[Any]:
         return on_all_ranks(topology.world, operation, action)
 
-    # A failure in any of these exchanges ends all ranks.
     with ExitStack() as own:
         plans = on_all(plan)
         marks = on_all(lambda: own.enter_context(exclusive_folder(path, temporary)) if first else "")
@@ -226,7 +220,11 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
 
 
 def split_entries(entries: dict[str, Any], operation: str) -> tuple[dict[str, Tensor], dict[str, EncodedValue]]:
-    """Separate tensors, including those inside values, from encoded values. `ConfigError` for unsupported types."""
+    """Separate tensors, including tensors inside values, from encoded values.
+
+    Raises:
+        ConfigError: an entry has an unsupported type.
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, EncodedValue] = {}
     for key, entry in entries.items():
@@ -244,7 +242,7 @@ def local_tensor(entry: Tensor) -> Tensor:
 
 
 def require_writable(tensor: Tensor, label: str) -> None:
-    """Raise `ConfigError`, prefixed with `label`, for a tensor that a load could not write into."""
+    """Raise `ConfigError`, prefixed with `label`, for a tensor that cannot be stored or written in place."""
     require_storable(tensor, label)
     if tensor.numel() and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -263,7 +261,6 @@ def _tensor_parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple
 
 
 def _require_complete(partial: Path, items: Iterable[FilePart], rank: int) -> None:
-    """Raise `ConfigError` unless this rank sees all bytes that `rank` has written."""
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         file, end = partial / name, max(item.offset + item.length for item in of_file)
         try:

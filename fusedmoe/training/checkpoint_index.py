@@ -5,9 +5,9 @@
     rank-00000-1.safetensors     further parts of the same tensors: a safetensors file has each name once
     rank-00000.jsonl             values written by rank 0 (`plain_values`), one per line
 
-Headers of the tensor files contain the offsets of each part in the full tensor, so that safetensors, Hugging Face's
-tools and torch.distributed.checkpoint's `HuggingFaceStorageReader` can read them. Loading uses only the index.
-Throughput on one core: SHA-256 with hardware instructions 1.8 GB/s (also the read rate), BLAKE2 0.9, CRC-32 4.2.
+Headers of the tensor files contain the offsets of each part in the full tensor, for safetensors, Hugging Face's tools
+and torch.distributed.checkpoint's `HuggingFaceStorageReader`. Loading uses only the index. Throughput on one core:
+SHA-256 with hardware instructions 1.8 GB/s (also the read rate), BLAKE2 0.9, CRC-32 4.2.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ INDEX = "index.jsonl"
 DAMAGE_FIX = "Copy it again, or load another checkpoint."
 
 _CHUNK_BYTES = 2**20
-# The index of a million parts is a tenth of this bound.
 _MAX_INDEX_BYTES = 2**31
 _FILE = re.compile(r"rank-\d{5,9}(-\d{1,9})?\.(safetensors|jsonl)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -90,9 +89,9 @@ class FileParts:
     """File parts written by one rank.
 
     Attributes:
-        headers: headers of the safetensors files.
-        parts: tensor parts, by key and offsets in the full tensor.
-        values: values, by key, each with the number of tensors in it.
+        headers: of the safetensors files.
+        parts: of tensors, by key and offsets in the full tensor.
+        values: by key, each with the number of tensors in it.
     """
 
     headers: list[FilePart] = field(default_factory=list)
@@ -122,7 +121,7 @@ def tensor_key(key: str, number: int) -> str:
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]], values: dict[str, Any]) -> FileParts:
-    """Write this rank's files. `parts`: each with a function that returns its elements."""
+    """Write this rank's files. Each tensor part comes with a function that returns its elements."""
     written = FileParts()
     files: dict[int, dict[str, tuple[TensorPart, Any]]] = {}
     for part, elements in parts:
@@ -170,7 +169,7 @@ def _write_values(path: Path, values: dict[str, Any], written: FileParts) -> Non
 
 
 def _write(file: FileIO, name: str, data: Any) -> FilePart:
-    """Append bytes to a file. The digest is computed from memory: loading detects incorrect writes."""
+    """Append bytes to a file and return their range and digest, computed from memory to detect incorrect writes."""
     left = memoryview(data)
     file_part = FilePart(name, file.tell(), len(left), hashlib.sha256(left).hexdigest())
     while left:  # an unbuffered write may be partial
@@ -179,7 +178,6 @@ def _write(file: FileIO, name: str, data: Any) -> FilePart:
 
 
 def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[FileParts]) -> None:
-    """Write the index of all ranks' files."""
     headers: dict[str, Any] = {}
     places: dict[str, list[Any]] = {}
     values: dict[str, Any] = {}
@@ -196,7 +194,7 @@ def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[File
         }
         chunks = [[offsets, sizes[offsets], *file_part] for offsets, file_part in places.get(key, [])]
         tensors[key] = {"dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size), "chunks": chunks}
-    # The random field makes every index unique: ranks and concurrent loads identify a save by it.
+    # The random field makes the index, and its digest, unique to this save.
     body = {"format": FORMAT, "save": secrets.token_hex(8), "headers": headers, "tensors": tensors, "values": values}
     text = json.dumps(body).encode()
     with (folder / INDEX).open("wb") as file:
@@ -206,22 +204,21 @@ def write_index(folder: Path, metadata: Metadata, written_by_rank: Iterable[File
 
 
 def has_elements(sizes: Iterable[int], shape: Iterable[int]) -> bool:
-    """Return whether a part is stored. An empty part is stored only if the whole tensor is empty."""
+    """Return whether a part of `sizes` of a tensor of `shape` is stored: empty parts only if the tensor is empty."""
     return prod(sizes) > 0 or prod(shape) == 0
 
 
 def read_index(path: Path, folder: Path) -> Index:
-    """Read and verify the checkpoint index in `folder`. Errors name `path`, where the checkpoint was saved.
+    """Read and verify the index in `folder`. Errors name `path`, where the checkpoint was saved.
 
     Raises:
-        ConfigError: the index is damaged or of a later format.
+        ConfigError: the index is missing, damaged, or of a later format.
     """
     damaged = f"the checkpoint {path} is damaged: {INDEX}"
     try:
         head, _, body = read_regular_file(folder / INDEX, _MAX_INDEX_BYTES).partition(b"\n")
     except OSError as error:
         raise ConfigError(f"{damaged} cannot be read: {error}. {DAMAGE_FIX}") from error
-    # Verify the digest before parsing.
     if head + b"\n" != _head(body.removesuffix(b"\n")) or not body.endswith(b"\n"):
         raise ConfigError(f"{damaged} does not match its digest. {DAMAGE_FIX}")
     try:
@@ -292,7 +289,7 @@ def is_covered(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
 
 
 def end_offsets(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
-    """Return the size of each file according to its parts (file, offset, length): the end of its last part.
+    """Return the end of the last part in each file, given parts (file, offset, length).
 
     Raises:
         ConfigError: two parts overlap. Parts that share bytes would let a small file fill any amount of memory.
@@ -306,7 +303,7 @@ def end_offsets(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str,
 
 
 def require_intact(path: Path, file: BufferedReader, file_part: FilePart) -> None:
-    if _digest(file, file_part.offset, file_part.length) != file_part.digest:
+    if range_digest(file, file_part.offset, file_part.length) != file_part.digest:
         raise damage_error(path, file_part)
 
 
@@ -318,7 +315,7 @@ def damage_error(path: Path, file_part: FilePart) -> ConfigError:
     )
 
 
-def _digest(file: BufferedReader, offset: int, length: int) -> str:
+def range_digest(file: BufferedReader, offset: int, length: int) -> str:
     digest, left, chunk = hashlib.sha256(), length, memoryview(bytearray(min(length, _CHUNK_BYTES)))
     file.seek(offset)
     while left and (got := file.readinto(chunk[:left])):

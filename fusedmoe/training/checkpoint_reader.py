@@ -35,7 +35,6 @@ _MAX_OPEN_FILES = 256
 
 
 def index_digest(path: Path) -> str | None:
-    """Return the unverified digest stated in the index; None if unreadable."""
     folder = find_checkpoint(path)
     try:
         return None if folder is None else stored_digest(folder)
@@ -46,14 +45,13 @@ def index_digest(path: Path) -> str | None:
 class CheckpointReader:
     """Open checkpoint. Call `close` after use.
 
-    Up to 256 files stay open from verification to reading: their bytes remain available if another save replaces the
-    checkpoint.
+    Up to 256 files stay open, whose bytes remain available if another save replaces the checkpoint.
 
     Attributes:
         metadata: entries by key, as in torch.distributed.checkpoint.
         digest: digest of the index, unique to each save.
     Raises:
-        ConfigError: no checkpoint at `path`, an earlier format, or a damaged checkpoint.
+        ConfigError: no checkpoint at `path`, an earlier or later format, or a damaged checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +76,11 @@ class CheckpointReader:
             self._files.popitem()[1].close()
 
     def check(self, targets: dict[str, Any]) -> None:
-        """Raise `ConfigError` if a file part required for `targets` is damaged."""
+        """Verify the digests of all file parts required for `targets`.
+
+        Raises:
+            ConfigError: a part is damaged, or a target tensor cannot be written in place.
+        """
         tensors = self._tensor_targets(targets)
         for key, target in tensors.items():
             require_writable(local_tensor(target), f"checkpoint {self._path} was not loaded: {key}")
@@ -99,12 +101,10 @@ class CheckpointReader:
                 require_intact(self._path, file, file_part)
 
     def check_conversions(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
-        """Raise `ConfigError` if a stored value does not survive the conversion to its target dtype."""
         saved: dict[str, Any] = self.metadata.state_dict_metadata
         error_prefix = f"checkpoint {self._path} was not loaded"
         for key, dtype in target_dtypes.items():
             require_convertible(error_prefix, key, saved[key].properties.dtype, dtype)
-        # This second read is skipped unless a conversion may lose values.
         narrowed = {
             key: targets[key] for key, dtype in target_dtypes.items() if is_lossy(saved[key].properties.dtype, dtype)
         }
@@ -112,13 +112,12 @@ class CheckpointReader:
             self._read_tensors(narrowed, _ConversionPlanner(target_dtypes, error_prefix))
 
     def read_values(self, targets: dict[str, Any]) -> None:
-        """Replace the values in `targets` by the stored values. Raise `ConfigError` for a malformed value."""
         for key in targets:
             if key in self._written.values:
                 targets[key] = self._read_value(key)
 
     def read_tensors(self, targets: dict[str, Any]) -> None:
-        """Copy stored data into tensors and DTensors. Raise `ConfigError` if the checkpoint was replaced meanwhile."""
+        """Read into the tensors in `targets`. Raise `ConfigError` if the checkpoint was replaced meanwhile."""
         replaced = ConfigError(
             f"the checkpoint {self._path} was replaced while it was loaded, and some tensors may have new values. "
             "Load it again; save to another path while a load is running."
@@ -224,7 +223,7 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 class _ConversionPlanner(PlainPlanner):
-    """Planner that reads tensors in their stored dtype, checks each value's conversion and discards them."""
+    """Planner that reads tensors in their stored dtype, checks the conversion of each value, and discards them."""
 
     def __init__(self, target_dtypes: dict[str, torch.dtype], error_prefix: str) -> None:
         super().__init__()

@@ -61,14 +61,13 @@ def sync_gradients(
 ) -> None:
     """Reduce all gradients in place to the gradients of the true loss. Collective over all ranks.
 
-    Call it after the last backward of an optimizer step and before `clip_grad_norm`. Calls after each micro-batch give
-    the same gradients with more communication: synchronised gradients are not reduced twice, even if scaled or zeroed
-    in between. It is a no-op in a world of one and for models from `distributed_data_parallel`.
+    Call it after the last backward of an optimizer step and before `clip_grad_norm`. Further calls, such as after each
+    micro-batch, do not reduce a gradient twice. It is a no-op in a world of one and for models from
+    `distributed_data_parallel`.
 
     Sums are computed in at least float32 and bitwise equal on all ranks with a replica. A rank without a gradient
-    contributes zeros; if no rank has one, it stays None. Gradients that FSDP has averaged are summed over the mp group
-    only. Temporary memory: at most 32 MiB. A non-finite value on any rank sets NaN on all ranks: `GradScaler` then
-    skips the step on all of them.
+    contributes zeros; if no rank has one, it stays None. Temporary memory is at most 32 MiB. A non-finite value on any
+    rank sets NaN on all ranks: `GradScaler` then skips the step everywhere.
 
     The first two calls, before and after the model's first step, compare the replicas of trainable parameters. An
     optimizer that is not elementwise (Adafactor, LAMB) raises at its first step if a rank has only part of a tensor;
@@ -118,19 +117,20 @@ def distributed_data_parallel(
     """Wrap a model so that each backward yields the gradients of the true loss. Collective over all ranks.
 
     PyTorch's DistributedDataParallel reduces replicated parameters during backward. Parameters split by ep, esp or mp
-    are hidden from it and reduced over their replicas at the end of the same backward. `no_sync()` applies to both.
-    Non-finite gradients are propagated to all ranks, as in `sync_gradients`.
+    are hidden from it and reduced over their replicas at the end of the same backward. `no_sync()` applies to both. A
+    non-finite value on any rank sets NaN on all ranks.
 
     Args:
         mp_loss: as in `sync_gradients`.
         options: for DistributedDataParallel. With `init_sync=False`, replicas are compared instead of broadcast from
             the first rank that holds each.
     Returns:
-        The wrapper; its attribute `module` is the model. In a world of one it needs no process group.
+        The wrapper; its attribute `module` is the model.
+    Raises:
+        RankError: a parameter is frozen on some ranks only, or, with `init_sync=False`, replicas differ.
     """
     if topology.size == 1:
         return SingleRank(model)
-    # PyTorch would compare only the number of trainable parameters.
     copies = [one for one in list_replicas(model, topology) if not one.has_local_name]
     trainable = {f"requires_grad of {one.name}": one.parameter.requires_grad for one in copies}
     topology.require_equal_facts(trainable, "distributed_data_parallel")
@@ -168,7 +168,6 @@ class DataParallel(WatchedDataParallel):
         hidden = [name for name, axes in splits.items() if axes]
         # DDP prefixes the names of the root module's own parameters with a dot.
         hidden += [f".{name}" for name in hidden if "." not in name]
-        # PyTorch would average these over ranks with different experts or shards.
         hide_from_ddp(model, hidden)
         self._topology, self._sharded, self._mp_loss, self._options = topology, split, mp_loss, options
         with bound_collectives(topology.world, "comparing the copies of a model"):
@@ -181,13 +180,12 @@ class DataParallel(WatchedDataParallel):
         own = weakref.ref(self)
         for replica in copies:
             if replica.parameter.requires_grad:
-                # Averaging over replicas leaves gradients accumulated in earlier backwards unchanged; with this scale
-                # it yields the required divided sum.
+                # The later average over replicas then yields the divided sum, and keeps earlier gradients unchanged.
                 scale = replica.group.size / gradient_divisor(replica, topology, mp_loss)
                 replica.parameter.register_hook(lambda gradient, scale=scale: _scale_gradient(own(), gradient, scale))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """Wrap a copy of the model with the same options. No communication: replicas stay equal."""
+        """Wrap a copy of the model with the same options, without communication."""
         copied = DataParallel(
             copy.deepcopy(self.module, memo), self._topology, self._mp_loss, **self._options | {"init_sync": False}
         )
@@ -207,11 +205,10 @@ class DataParallel(WatchedDataParallel):
         return self.__dict__
 
     def pre_forward_context(self) -> AbstractContextManager[None]:
-        # Inside, DDP agrees on buckets and broadcasts buffers; the model's forward runs later, without this timeout.
+        # DDP agrees on buckets and broadcasts buffers here; the model's forward runs later, without this timeout.
         return bound_collectives(self._topology.world, "agreeing on gradient buckets")
 
     def _finish_backward(self) -> None:
-        """Reduce the gradients hidden from DDP and wait until all ranks have launched DDP's reductions."""
         reduce_gradients(self._sharded, [replica.group.size for replica in self._sharded], self._topology)
         propagate_nonfinite(self._sharded, self._topology)
         world = self._topology.world
@@ -221,8 +218,8 @@ class DataParallel(WatchedDataParallel):
 
 
 def _scale_gradient(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:
-    """Scale a gradient before accumulation. The first call of a backward schedules the final reduction."""
-    if wrapper is None:  # the model has outlived its wrapper
+    """Scale a gradient before accumulation. The first call in a backward pass schedules the final reduction."""
+    if wrapper is None:
         return None
     backward = graph_task_id()
     # DistributedDataParallel decides in forward and stores the decision in `require_forward_param_sync`.
@@ -233,29 +230,28 @@ def _scale_gradient(wrapper: DataParallel | None, gradient: Tensor, scale: float
     return gradient if scale == 1.0 else gradient * scale
 
 
-def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False, **options: Any) -> nn.Module:
+def fully_shard(module: nn.Module, topology: Topology, *, shard_experts: bool = False, **options: Any) -> nn.Module:
     """Apply PyTorch's FSDP2 to a model or one of its modules, in combination with expert parallelism.
 
-    Dense parameters are sharded over the dp group. Parameters split over ep or esp are unchanged or, with `experts`,
-    sharded over the ranks that hold the same experts (edp), which saves memory and adds an all-gather per pass.
-    Training steps are as without FSDP. Ranks must start from equal parameters (`broadcast_parameters`). With a dp group
-    of one rank the module is returned unchanged.
+    Dense parameters are sharded over the dp group. With `shard_experts`, parameters split over ep or esp are sharded
+    over the ranks that hold the same experts (edp), which saves memory and adds an all-gather per pass. Ranks must
+    start from equal parameters (`broadcast_parameters`). With a dp group of one rank, the module is unchanged.
 
         for block in model.blocks:
             fully_shard(block, topology)
         fully_shard(model, topology)
 
     Args:
-        experts: shard experts along dimension 0; along dimension 1 if there are more ranks than experts and the
+        shard_experts: shard experts along dimension 0; along dimension 1 if there are more ranks than experts and the
             number of ranks divides it. Parameters that an expert layer replicates over ep or esp are not sharded.
-        options: for `torch.distributed.fsdp.fully_shard`, except `mesh`, `ignored_params` and, with `experts`,
+        options: for `torch.distributed.fsdp.fully_shard`, except `mesh`, `ignored_params` and, with `shard_experts`,
             `shard_placement_fn`.
     Raises:
-        ConfigError: `experts` with a PyTorch that supports one mesh per module only, or with experts that migrate
+        ConfigError: `shard_experts` with a PyTorch that supports one mesh per module only, or with experts that migrate
             between ranks.
     """
     if topology.dp.size == 1:
-        return module  # FSDP over one rank would only copy parameters
+        return module
     assert topology.dense_mesh is not None and topology.expert_mesh is not None
     splits, _ = active_shardings(module, topology)
     ignored: set[nn.Parameter] = set()
@@ -265,7 +261,7 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
         if isinstance(parameter, DTensor) or axes.keys().isdisjoint(EXPERT_AXES):
             continue
         copies = replica_group(axes, topology) is topology.edp and NAMED not in axes.values()
-        (sharded_parameters if experts and copies and topology.edp.size > 1 else ignored).add(parameter)
+        (sharded_parameters if shard_experts and copies and topology.edp.size > 1 else ignored).add(parameter)
     if sharded_parameters:
         options["shard_placement_fn"] = _shard_placement(module, topology, sharded_parameters)
     _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=ignored, **options)
@@ -287,11 +283,13 @@ def _shard_placement(
     ranks, over = topology.edp.size, shard_placement_maker(topology.expert_mesh["edp"])
     if over is None:
         raise ConfigError(
-            f"fully_shard(experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; {torch.__version__} "
-            "supports one per module. Update PyTorch, or pass experts=False."
+            f"fully_shard(shard_experts=True) needs a PyTorch whose FSDP2 supports a mesh per parameter; "
+            f"{torch.__version__} supports one per module. Update PyTorch, or pass shard_experts=False."
         )
     if any(experts.is_placed for _, experts in experts_of(module)):
-        raise ConfigError("fully_shard(experts=True) of experts that move between ranks: pass experts=False")
+        raise ConfigError(
+            "fully_shard(shard_experts=True) of experts that move between ranks: pass shard_experts=False"
+        )
 
     def placement(parameter: nn.Parameter) -> Any:
         if parameter not in sharded_parameters:
@@ -317,12 +315,12 @@ def save_communication() -> tuple[Any, Any]:
             block, x, use_reentrant=False, context_fn=fusedmoe.training.save_communication
         )
 
-    Each exchange between ranks runs once, and routing ties are resolved alike in both passes. Saved per layer: two
-    numbers per token and expert, the received rows, and the returned results.
+    Each exchange between ranks runs once instead of once per pass, and routing ties are resolved alike in both passes.
+    Saved per layer: two numbers per token and expert, the received rows, and the returned results.
 
     In a `torch.compile` graph a scheduled layer is a single operator, saved with everything it needs for backward
-    (including pre-activations). In eager mode such a layer runs without its schedule. Without this policy, a checkpoint
-    repeats each exchange. Layers with hooks or placement="fssdp" and Tutel's layers do so even with it.
+    (including pre-activations). In eager mode it runs without its schedule. Layers with hooks or placement="fssdp" and
+    Tutel's layers repeat their exchanges even with this policy.
     """
     return create_selective_checkpoint_contexts(_save_policy)
 

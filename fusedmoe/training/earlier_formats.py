@@ -1,14 +1,12 @@
 """Checkpoints of formats 1 and 2, which contain pickles: read-only, for conversion. To be removed in the next version.
 
-Format 2 has a file `.checksums` of two lines: the digest of the second line; and JSON with the format version and the
-digests of the index (`.metadata`) and of the items by file. An item is a part of a tensor or a value, written in one
-operation. Format 1 has no checksums.
+Format 2 has a file `.checksums` of two lines: the digest of the second line, and JSON with the digests of the index
+(`.metadata`) and of the items by file. An item is a part of a tensor or a value. Format 1 has no checksums.
 
-torch.distributed.checkpoint pickles its index, and a pickle may call any function. This reader maps the names below to
-inert notes of the call and rebuilds the index from them, validating every field. A pickle may refer to its own objects:
-a few hundred bytes can describe nested lists of 2^60 elements. Therefore nothing is printed, hashed, compared or
-traversed before its type is checked, and the index may not have more parts than bytes. Values are read with
-`weights_only=True`.
+The index is a pickle, which may call any function. This reader records the calls of the names below as inert notes, and
+rebuilds the index from the notes. A few hundred bytes of pickle can describe nested lists of 2^60 elements: nothing is
+printed, hashed, compared or traversed before its type is checked, and the index may not have more parts than bytes.
+Values are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from pickle import UnpicklingError
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,14 +43,13 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import read_regular_file
 from fusedmoe.training.checkpoint import ABOUT, metadata_problem
 from fusedmoe.training.checkpoint_folder import EARLIER_INDEX, find_checkpoint, write_folder
-from fusedmoe.training.checkpoint_index import DAMAGE_FIX, end_offsets, is_covered
+from fusedmoe.training.checkpoint_index import DAMAGE_FIX, end_offsets, is_covered, range_digest
+from fusedmoe.training.checkpoint_reader import PlainPlanner
 
 #: Last format with pickles.
 FORMAT = 2
 CHECKSUMS = ".checksums"
 
-_CHUNK_BYTES = 2**20
-# Upper bound of an index or checksum file; a million items occupy a tenth of it.
 _MAX_INDEX_BYTES = 2**31
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -73,8 +70,8 @@ _ALLOWED_NAMES = {
 def convert_checkpoint(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
     """Convert the checkpoint of format 1 or 2 at `old` to the current format at `new`.
 
-    Runs in one process, holds the whole checkpoint in memory, and verifies all bytes first. No class named in the old
-    checkpoint is resolved, except those that `torch.load` with `weights_only=True` allows.
+    Runs in one process and holds the whole checkpoint in memory. Resolves only classes that `torch.load` with
+    `weights_only=True` allows.
 
     Raises:
         ConfigError: no such checkpoint at `old`; it is damaged, was not written by `save_checkpoint`, or contains a
@@ -110,13 +107,13 @@ def _entries(path: Path) -> dict[str, Any]:
     }
     if ABOUT not in entries:
         raise ConfigError(f"{path}: save_checkpoint did not write it. Read it with torch.distributed.checkpoint.")
-    reader, planner = FileSystemReader(folder), _PlainPlanner()
+    reader, planner = FileSystemReader(folder), _UnpicklingPlanner()
     reader.set_up_storage_reader(metadata, True)
     planner.set_up_planner(entries, metadata, True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     _check_sizes(path, folder, metadata)
     infos = [metadata.storage_data[part.storage_index] for part in plan.items]
-    check_items(path, folder, {Item(info.relative_path, info.offset, info.length) for info in infos}, digests)
+    check_items(path, folder, {ByteRange(info.relative_path, info.offset, info.length) for info in infos}, digests)
     try:
         reader.read_data(plan, planner).wait()
     except UnpicklingError as error:
@@ -136,9 +133,8 @@ def _entries(path: Path) -> dict[str, Any]:
     return entries
 
 
-class _PlainPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+class _UnpicklingPlanner(PlainPlanner):
+    """Load planner that reads values, which formats 1 and 2 pickle."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
@@ -167,7 +163,6 @@ def parse_index(data: bytes) -> Metadata:
     note = _require_note(_Reader(BytesIO(data)).load())
     infos: dict[MetadataIndex, StoredItem] = {}
     for key, info in _require_dict(note["storage_data"]).items():
-        # Values have no offset; tensor parts do.
         at = None if _require_note(key)["offset"] is None else _parse_size(key["offset"])
         infos[MetadataIndex(_require_str(key["fqn"]), at)] = _parse_item(_require_note(info))
     held: dict[str, Any] = {}
@@ -176,14 +171,14 @@ def parse_index(data: bytes) -> Metadata:
         held[_require_str(name)] = _parse_entry(_require_note(entry), len(data) - parts)
         chunks = getattr(held[name], "chunks", None)
         for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
-            parts += 1  # an index of n bytes describes fewer than n parts
+            parts += 1
             if MetadataIndex(name, at) not in infos:
                 raise ValueError(f"a part of {reprlib.repr(name)} is missing")
     return Metadata(held, storage_data=infos)
 
 
 class _Note:
-    """Inert record of an object that a pickle would create: class name, arguments, and the state set afterwards."""
+    """Inert record of an object that a pickle would create: class name, arguments, and state."""
 
     name = ""
     args: tuple[Any, ...]
@@ -204,7 +199,7 @@ class _Note:
 class _Reader(PythonUnpickler):
     """Unpickler that creates inert `_Note`s instead of objects.
 
-    Each class name yields a new `_Note` subclass, so a pickle cannot change a class that a later load uses.
+    Each class name yields a new `_Note` subclass: a pickle cannot change a class that a later load uses.
     """
 
     stack: list[Any]
@@ -235,12 +230,11 @@ class _Reader(PythonUnpickler):
 
 def check_tuples(data: bytes) -> None:
     """Raise `ValueError` if an item's pickle contains a tuple that is too large or too deep to hash."""
-    # Hashing traverses all referenced objects, possibly without end or until the stack overflows.
     _TupleReader(data).load()
 
 
 class _ItemsNote(_Note):
-    """`_Note` of a container, such as an OrderedDict: accepts the items that a pickle adds, and discards them."""
+    """`_Note` of a container, such as an OrderedDict: discards the items that a pickle adds."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         hash(key)
@@ -255,7 +249,7 @@ class _TupleReader(_Reader):
     def __init__(self, data: bytes) -> None:
         super().__init__(BytesIO(data))
         self._max_elements = max(_MAX_ELEMENTS, len(data))
-        # By id: the tuple (kept alive so that its id stays unique), its element count, its depth.
+        # By id: the tuple (kept alive to keep its id unique), its element count, its depth.
         self._sizes: dict[int, tuple[object, int, int]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -322,7 +316,7 @@ def _parse_size(note: Any) -> torch.Size:
     return torch.Size([_require_size(value) for value in values])
 
 
-# An object of a wrong type is reported by its type only: its repr may not terminate.
+# Errors name only the type of an object: its repr may not terminate.
 
 
 def _require_size(value: Any) -> int:
@@ -349,7 +343,7 @@ def _require_dict(value: Any) -> dict[Any, Any]:
     return value
 
 
-class Item(NamedTuple):
+class ByteRange(NamedTuple):
     """Byte range of one item."""
 
     file: str
@@ -358,14 +352,14 @@ class Item(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """Digests of a checkpoint of format 2: of its index and of its items."""
+    """Digests of the index and of the items of a checkpoint of format 2."""
 
     of_index: str
-    of_items: dict[Item, str]
+    of_items: dict[ByteRange, str]
 
 
 def read_digests(path: Path, folder: Path) -> Digests | None:
-    """Read the digests; None for format 1."""
+    """Read the digests; return None for format 1. Raise `ConfigError` if they are damaged."""
     if not (folder / CHECKSUMS).is_file():
         return None
     damaged = f"the checkpoint {path} is damaged: {CHECKSUMS}"
@@ -379,9 +373,9 @@ def read_digests(path: Path, folder: Path) -> Digests | None:
     try:
         held: dict[str, Any] = json.loads(body)
         of_files = held["items"].items()
-        items = {Item(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
+        items = {ByteRange(file, *place): digest for file, of_file in of_files for *place, digest in of_file}
         digests = Digests(held["index"], items)
-    except Exception as error:  # not written by save_checkpoint
+    except Exception as error:
         raise ConfigError(f"{damaged} cannot be read ({error}). {DAMAGE_FIX}") from error
     return digests
 
@@ -391,11 +385,16 @@ def read_index(folder: Path) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digests | None) -> None:
-    """Raise `ConfigError` for an item that is damaged or would execute code."""
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
+def check_items(path: Path, folder: Path, items: Iterable[ByteRange], digests: Digests | None) -> None:
+    """Raise `ConfigError` for a damaged item, or one that could exhaust memory when it is loaded.
+
+    Items of format 1 are also loaded, to refuse classes whose loading may execute code.
+
+    Args:
+        digests: expected digests of the items; None for format 1, which has only the CRC-32 of zip records.
+    """
     for item, file in _open_items(folder, items):
-        if digests is not None and digests.of_items.get(item) != _digest(file, item, chunk):
+        if digests is not None and digests.of_items.get(item) != range_digest(file, item.offset, item.length):
             raise _damaged(path, item)
         # Before torch.load: decompressed data could exhaust memory.
         _check_unpacked(path, item, file)
@@ -403,25 +402,15 @@ def check_items(path: Path, folder: Path, items: Iterable[Item], digests: Digest
             _check_crc(path, item, file)
 
 
-def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
-    digest, left = hashlib.sha256(), item.length
-    while left and (got := file.readinto(chunk[:left])):
-        digest.update(chunk[:got])
-        left -= got
-    return digest.hexdigest()
-
-
-def _open_items(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
+def _open_items(folder: Path, items: Iterable[ByteRange]) -> Iterator[tuple[ByteRange, BufferedReader]]:
     for name, of_file in groupby(sorted(items), key=lambda item: item.file):
         with (folder / name).open("rb") as file:
             for item in of_file:
-                file.seek(item.offset)
                 yield item, file
 
 
-def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
-    """Raise `ConfigError` if an item, a zip file, decompresses to more bytes than it occupies."""
-    # Saves do not compress. Compressed or duplicate records could expand a thousandfold.
+def _check_unpacked(path: Path, item: ByteRange, file: BufferedReader) -> None:
+    """Raise `ConfigError` if a zip file is damaged, or decompresses to more bytes than it occupies."""
     try:
         file.seek(item.offset)
         with zipfile.ZipFile(BytesIO(file.read(item.length))) as archive:
@@ -442,8 +431,8 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
         )
 
 
-def _check_crc(path: Path, item: Item, file: BufferedReader) -> None:
-    """Verify an item of format 1, a zip file, by its CRC-32, which most items contain."""
+def _check_crc(path: Path, item: ByteRange, file: BufferedReader) -> None:
+    """Verify an item of format 1 by the CRC-32 that most items contain, and by loading it."""
     file.seek(item.offset)
     data = BytesIO(file.read(item.length))
     try:
@@ -467,12 +456,11 @@ def refused_class_error(path: Path, error: Exception) -> ConfigError:
 
 
 def unknown_class(error: Exception) -> str:
-    """Return the class or function that `torch.load` with `weights_only=True` rejected."""
     name = re.search(r"GLOBAL (\S+)", str(error))
     return "something of no known class" if name is None else f"something of {name[1]}"
 
 
-def _damaged(path: Path, item: Item) -> ConfigError:
+def _damaged(path: Path, item: ByteRange) -> ConfigError:
     end = item.offset + item.length
     return ConfigError(
         f"the checkpoint {path} is damaged: {item.file} does not match its digest between bytes {item.offset} and "

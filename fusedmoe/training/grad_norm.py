@@ -33,10 +33,9 @@ def clip_grad_norm(
     """Scale all gradients so that their global norm is at most `max_norm`; return the original norm. Collective.
 
     Call it after `sync_gradients`. Each element of each distinct parameter counts once, on whichever rank stores it:
-    the result equals the norm of the same model in one process. It is bitwise equal on all ranks. Norms are computed in
+    the result equals the norm of the same model in one process and is bitwise equal on all ranks. Norms are computed in
     at least float32 and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by
-    max_norm/(norm + 1e-6) if that is below 1, and a non-finite norm makes them non-finite. The host does not
-    synchronise with the device.
+    max_norm/(norm + 1e-6) if that is below 1, and a non-finite norm makes them non-finite.
 
     Args:
         topology: of the model's layers. None for models whose parameters are DTensors on one or several meshes (FSDP2,
@@ -49,9 +48,9 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, a float64 scalar on the gradients' device.
     Raises:
-        ConfigError: `max_norm` is negative or NaN. Without a topology: a layer of this library is split over ranks, or
-            parameters of one name are not replicas of each other (experts without a mesh that describes their
-            sharding).
+        ConfigError: `max_norm` is negative or NaN; `norm_type` is not positive. Without a topology: a layer of this
+            library is split over ranks, or parameters of one name are not replicas of each other (experts without a
+            mesh that describes their sharding).
         RankError: another rank failed or is missing; with `error_if_nonfinite`, the norm is not finite.
     """
     if not max_norm >= 0:
@@ -79,7 +78,7 @@ def clip_grad_norm(
             norms.setdefault(norm.device, []).append(norm.double())
     first = gradients[0].device if gradients else torch.device("cpu")
     device = device_of(topology.world) if topology.size > 1 else first
-    # One number per rank, reduced in a fixed order: norm and scale are bitwise equal on all ranks.
+    # One number per rank: norm and scale are bitwise equal on all ranks.
     if norm_type == math.inf:
         parts = [torch.stack(device_norms).amax().to(device) for device_norms in norms.values()]
         total = torch.stack(parts).amax() if parts else torch.zeros((), dtype=torch.float64, device=device)
@@ -105,21 +104,23 @@ def clip_grad_norm(
 
 
 def _max_over_ranks(value: Tensor, topology: Topology) -> Tensor:
-    """Return the maximum over ranks, NaN if any rank has NaN: collectives may drop NaN in "max"."""
+    """Return the maximum over ranks, NaN if any rank has NaN, which collectives may drop in "max"."""
     pair = torch.stack([value.nan_to_num(0.0, posinf=math.inf), value.isnan().double()])
     largest, is_nan = all_reduce(topology.world, pair, "max", operation="maximum of gradient norms")
     return torch.where(is_nan > 0, math.nan, largest)
 
 
-# By model: local parameters at the last comparison, world topology, names that other ranks count. Cached to avoid a
-# comparison in every step.
+# By model, to compare once: local parameters at the last comparison, world topology, names that other ranks count.
 _compared_meshes: weakref.WeakKeyDictionary[nn.Module, tuple[list[_NamedMesh], Topology, set[str]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _parameters_in_norm(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, bool]]]:
-    """Return the world topology, and whether this rank counts each parameter."""
+    """Return the world topology, and each parameter with whether this rank counts it. Collective.
+
+    Sums `Partial` gradients. The first call compares the meshes of all ranks. Raises the errors of `clip_grad_norm`.
+    """
     if any(
         (isinstance(module, MoELayer) and module.topology.size > 1)
         or any(len(ranks) > 1 for ranks in getattr(module, "expert_ranks", {}).values())
@@ -147,7 +148,7 @@ def _parameters_in_norm(model: nn.Module) -> tuple[Topology, list[tuple[nn.Param
 
 
 def _names_counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
-    """Return the names of this rank's parameters that another rank counts in the norm. Collective."""
+    """Return the names of this rank's parameters that another rank counts. Collective."""
     own: dict[str, tuple[int, ...]] = {}
     descriptions = []
     for name, parameter in model.named_parameters():
@@ -165,7 +166,6 @@ def _names_counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
     values: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     for rank_descriptions in all_gather_object(topology.world, descriptions, "comparing the meshes of a model"):
         for name, ranks, layout, place, some in rank_descriptions:
-            # Ranks are in ascending order: the first mesh contains the lowest rank.
             first, one = firsts.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64, device="cpu")
             other = values.setdefault((name, place), one)
             same = layouts.setdefault(name, layout) == layout
@@ -184,7 +184,7 @@ def _mesh_coordinate(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     place = tensor.device_mesh.get_coordinate()
-    assert place is not None  # every parameter has a coordinate on its own rank
+    assert place is not None
     return tuple(place)
 
 

@@ -52,7 +52,7 @@ class _BucketedParameter:
 
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype, int]:
-        """Ranks, dtype and divisor of the reduction. Adjacent items with equal kinds share a collective."""
+        """Ranks, dtype and divisor of the reduction. Adjacent parameters of one kind share a collective."""
         return self.replica.group.ranks, self.dtype, self.divisor
 
 
@@ -62,9 +62,9 @@ class GradientBuckets:
     A layer's dense parameters are all parameters between the previous layer's experts and its own, including its gate.
     Experts and parameters after the last experts are excluded.
 
-    Buckets are filled in plan order, the same on every rank. If the gradient of a parameter is missing on some rank
-    when its first bucket is reduced, the parameter is skipped, and `sync_gradients(…, buckets=…)` reduces it later. The
-    host synchronises with the device only at the end of the step, to read which parameters were skipped.
+    Buckets are filled in plan order, the same on every rank. If some rank lacks the gradient of a parameter when its
+    first bucket is reduced, `sync_gradients(…, buckets=…)` reduces the gradient later. The host synchronises with the
+    device only in `close`.
 
     Args:
         dense: parameters of each layer, to override the rule above (`PipelinedBlocks.dense_parameters`).
@@ -88,23 +88,20 @@ class GradientBuckets:
         ]
         self.layer_bytes = [sum(item.dtype.itemsize * item.size for item in layer) for layer in of_layers]
         self._items = [item for layer in reversed(of_layers) for item in reversed(layer)]
-        # Plans count bytes; `_position` is the next bucket's position in the items.
         self._by_parameter = {id(item.replica.parameter): item for item in self._items}
-        # The garbage collector cannot see these hooks; a strong reference would keep the parameters alive forever.
-        own = ref(self)
-        # Autograd calls the hook after accumulating all gradients of a parameter in a pass.
+        own = ref(self)  # through a strong reference, the hooks would keep the parameters alive forever
         for item in self._items:
             item.replica.parameter.register_post_accumulate_grad_hook(lambda parameter: _mark_ready(own(), parameter))
         self._open = False
         self._recorder: Recorder | None = None
-        self._position = 0, 0  # item and element at which the next bucket begins
+        self._position = 0, 0  # of the next bucket: item, element
         self._worker: WorkerThread | None = None
         self._future: Future[None] | None = None
         self._streams = Streams()
         self._stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_worker": None, "_future": None}  # copies create their own thread
+        return self.__dict__ | {"_worker": None, "_future": None}
 
     def open(self, recorder: Recorder | None = None) -> None:
         """Open the buckets before the last backward pass of a step. Earlier passes reduce nothing.
@@ -112,7 +109,6 @@ class GradientBuckets:
         `recorder` records the tasks passed to `begin`.
         """
         self._open, self._position, self._recorder = True, (0, 0), recorder
-        # With gradient accumulation, gradients are complete only after the last pass.
         for item in self._items:
             item.is_ready, item.is_sent, item.is_complete, item.gradient = False, False, None, None
 
@@ -123,17 +119,16 @@ class GradientBuckets:
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Register a contiguous gradient before autograd accumulates it. It is reduced in place."""
         item = self._by_parameter.get(id(parameter))
-        # Other parameters are reduced by `sync_gradients`.
         if item is not None:
             item.gradient, item.is_ready = gradient, True
 
     def reduce(self, task: Task) -> None:
-        """All-reduce the next `task.size` bytes. Collective."""
+        """All-reduce the next `task.size` bytes if the buckets are open. Collective."""
         if self._open and task.size is not None:
             self._reduce_bytes(task.size)
 
     def begin(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None = None) -> None:
-        """Start reducing buckets concurrently with the caller: in a thread, on CUDA on a stream. Finish with `wait`.
+        """Start reducing buckets concurrently with the caller, in a thread or on a CUDA stream. Finish with `wait`.
 
         `wait_for_link` is called first; it blocks (on CUDA: the current stream) until the link is idle.
         """
@@ -145,15 +140,14 @@ class GradientBuckets:
             self._worker = self._worker or WorkerThread("fusedmoe gradients")
             self._future = self._worker.submit(partial(self._reduce_tasks, tasks, wait_for_link))
             return
-        # NCCL requires one order of collectives on all ranks across communicators, which a second thread would not
-        # guarantee (`fusedmoe/runtime/nccl.md`).
+        # NCCL requires one order of collectives on all ranks: no second thread (`fusedmoe/runtime/nccl.md`).
         self._stream = streams["inter"]
-        self._stream.wait_stream(streams["compute"])  # given gradients were computed on this stream
+        self._stream.wait_stream(streams["compute"])
         with torch.cuda.stream(self._stream):
             self._reduce_tasks(tasks, wait_for_link)
 
     def wait(self) -> None:
-        """Wait for the reductions started by `begin` (on CUDA: on the current stream) and raise their errors."""
+        """Wait for the reductions of `begin` (on CUDA: on the current stream) and raise their errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._stream = None
@@ -162,10 +156,9 @@ class GradientBuckets:
             self._worker.result(future)
 
     def close(self) -> set[int]:
-        """Reduce the rest of a partly reduced parameter; return the ids of all fully reduced parameters. Collective."""
+        """Reduce the rest of a partly reduced parameter; return the ids of all reduced parameters. Collective."""
         self.wait()
         item, element = self._position
-        # `sync_gradients` reduces only whole parameters.
         if self._open and element:
             left = self._items[item]
             self._reduce_bytes((left.size - element) * left.dtype.itemsize)
@@ -176,7 +169,6 @@ class GradientBuckets:
         done = {
             id(sent.replica.parameter): sent.is_complete for sent in self._items[:item] if sent.is_complete is not None
         }
-        # The only host synchronisation of the step.
         whole = torch.stack([*done.values()]).tolist() if done else []
         return {key for key, is_complete in zip(done, whole, strict=True) if is_complete}
 
@@ -189,7 +181,6 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _reduce_bytes(self, size: int) -> None:
-        """All-reduce the next `size` bytes, with one flag for each parameter that starts in them."""
         for _, parts in groupby(self._next_parts(size), key=lambda part: part[0].kind):
             self._reduce_parts(list(parts))
 
@@ -198,7 +189,7 @@ class GradientBuckets:
         while size > 0 and self._position[0] < len(self._items):
             number, start = self._position
             item = self._items[number]
-            end = min(item.size, start - -size // item.dtype.itemsize)  # rounded up to whole elements
+            end = min(item.size, start - -size // item.dtype.itemsize)
             self._position = (number, end) if end < item.size else (number + 1, 0)
             size -= (end - start) * item.dtype.itemsize
             yield item, start, end
@@ -250,15 +241,14 @@ def _flat_gradient(item: _BucketedParameter) -> Tensor:
 def reduced_bytes(
     model: nn.Module, ranks: int, mp: int, dense: Sequence[Sequence[nn.Parameter]] | None = None
 ) -> tuple[list[int], int]:
-    """Compute the bytes of dense gradients reduced in a larger world with these sizes, from a model on one rank.
+    """Compute the bytes of dense gradients reduced with `ranks` ranks and MP groups of `mp`, from a model on one rank.
 
     Returns:
         `GradientBuckets.layer_bytes`, and the bytes in no bucket, which `sync_gradients` reduces after backward.
     """
     shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
 
-    # A world of one neither splits nor replicates: derive local sizes from the shardings.
-    def local_bytes(parameter: nn.Parameter) -> int:
+    def local_bytes(parameter: nn.Parameter) -> int:  # a model on one rank is not split
         dim = shardings.get(names[id(parameter)], {}).get("mp")
         if ranks == (1 if dim is None else mp):
             return 0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.training.plain_values import dtype_name
 
 # Elements converted to float64 at once.
 _CHUNK_ELEMENTS = 2**20
@@ -26,7 +27,7 @@ def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
-    """Describe the first value that the conversion to `dtype` would not preserve, or return None.
+    """Describe the first value that the conversion to `dtype` would not preserve; None without one.
 
     Preserved are floating-point numbers up to rounding (including underflow to zero), infinities and NaN if `dtype` has
     them, integers exactly, and 0 or 1 as bool.
@@ -49,14 +50,13 @@ def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def require_convertible(operation: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
-    """Raise `ConfigError` if PyTorch has no conversion between the dtypes."""
     if source == target:
         return
     try:
         torch.empty(1, dtype=target, device="cpu").copy_(torch.zeros(1, dtype=source, device="cpu")).to(torch.float32)
         torch.zeros(1, dtype=source, device="cpu").double()
     except (RuntimeError, NotImplementedError) as error:
-        names = [str(one).removeprefix("torch.") for one in (source, target)]
+        names = [dtype_name(one) for one in (source, target)]
         raise ConfigError(
             f"{operation}: {key} is {names[0]}, which PyTorch does not convert to {names[1]}. Use the dtype of "
             "the save."
@@ -64,14 +64,12 @@ def require_convertible(operation: str, key: str, source: torch.dtype, target: t
 
 
 def require_lossless(operation: str, key: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` if converting `value` would lose a number."""
     lost = describe_lost_value(value, dtype)
     if lost is not None:
         raise ConfigError(f"{operation}: {key} {lost}. Use a wider dtype, or convert the saved value.")
 
 
 def _is_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [n] bool: whether the conversion preserves each element of `value` [n] up to rounding."""
     exact = value.double()  # represents all values of all floating-point dtypes
     if dtype == torch.bool:
         return (exact == 0) | (exact == 1)
@@ -96,5 +94,5 @@ def _are_integers_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _describe_value(number: Tensor, dtype: torch.dtype) -> str:
-    source, target = (str(one).removeprefix("torch.") for one in (number.dtype, dtype))
+    source, target = map(dtype_name, (number.dtype, dtype))
     return f"has the {source} number {number.item()}, which {target} cannot hold"

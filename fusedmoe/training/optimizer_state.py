@@ -21,7 +21,7 @@ from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
 STATE = "optimizer.state."
 GROUPS = "optimizer.param_groups"
 
-#: includes(key, holders): whether this rank's entries include `key`, which the ranks of `holders` have.
+#: includes(key, holders): whether this rank's entries include `key`, which all ranks of `holders` have.
 EntryFilter = Callable[[str, Group], bool]
 
 
@@ -30,7 +30,7 @@ class OptimizerState:
 
     def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
         optimizer = JoinedOptimizers(optimizers)
-        self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
+        self._optimizer, self._topology, self._shard_specs = optimizer, topology, specs.own
         self.kind = optimizer.kind
         name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         packed = optimizer.state_dict()
@@ -44,7 +44,7 @@ class OptimizerState:
             self.names.append([])
             for parameter, index in zip(group["params"], packed_group["params"], strict=True):
                 name = name_of.get(parameter)
-                if name is None or name not in self._specs:
+                if name is None or name not in self._shard_specs:
                     raise ConfigError(
                         f"rank {topology.rank}: group {number} of the optimizer has a parameter of shape "
                         f"{list(parameter.shape)} that is not in the model's state. Pass the model that it trains."
@@ -55,13 +55,17 @@ class OptimizerState:
 
     def rank_local_names(self) -> list[list[str]]:
         """Return, per group, the parameter names that only some ranks have."""
-        return [[name for name in names if not self._specs[name].is_on_all_ranks] for names in self.names]
+        return [[name for name in names if not self._shard_specs[name].is_on_all_ranks] for names in self.names]
 
     def entries(self, names_by_rank: list[list[list[str]]], includes: EntryFilter) -> dict[str, Any]:
-        """Return this rank's checkpoint entries; `names_by_rank` has every rank's `rank_local_names()`."""
+        """Return this rank's checkpoint entries; `names_by_rank` has every rank's `rank_local_names()`.
+
+        Raises:
+            ConfigError: state that cannot be stored or split over ranks, or whose name contains a dot.
+        """
         entries: dict[str, Any] = {}
         for name, values in self._state.items():
-            spec, shape = self._specs[name], self._parameters[name].shape
+            spec, shape = self._shard_specs[name], self._parameters[name].shape
             for key, value in values.items():
                 entry = f"{STATE}{name}.{key}"
                 if not isinstance(key, str) or "." in key:  # a load splits parameter name and key at the last dot
@@ -78,7 +82,7 @@ class OptimizerState:
                     if includes(entry, spec.group):
                         entries[entry] = state_spec.to_sharded(value)
                     continue
-                # How factored state (Adafactor's rows and columns) is split along with its parameter is unknown.
+                # Such as the rows and columns of Adafactor.
                 if isinstance(value, Tensor) and value.numel() > 1 and spec.is_split:
                     raise ConfigError(
                         f"rank {self._topology.rank}: the optimizer's {key} for {name} has shape {list(value.shape)}, "
@@ -99,7 +103,7 @@ class OptimizerState:
     def compare(
         self, about: dict[str, Any], groups: list[dict[str, Any]], names_by_rank: list[list[list[str]]]
     ) -> str | None:
-        """Describe the first difference from a saved optimizer, or return None."""
+        """Describe the first difference from a saved optimizer; None without one."""
         kind = self._optimizer.kind
         for setting in about["settings"]:
             if setting not in self._optimizer.defaults:
@@ -114,7 +118,11 @@ class OptimizerState:
         return None
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """Return a tensor to read each saved entry into; None for plain values."""
+        """Return the tensor into which each saved entry is read; None for plain values. Creates missing state tensors.
+
+        Raises:
+            ConfigError: a saved tensor cannot be split over ranks.
+        """
         targets: dict[str, Any] = {}
         for entry, saved in metadata.state_dict_metadata.items():
             prefix, _, key = entry.rpartition(".")
@@ -124,10 +132,10 @@ class OptimizerState:
             if not isinstance(saved, TensorStorageMetadata):
                 targets[entry] = None
                 continue
-            dtype, spec = saved.properties.dtype, self._specs[name]
+            dtype, spec = saved.properties.dtype, self._shard_specs[name]
             parameter, value = self._parameters[name], self._state[name].get(key)
             state_spec = self._state_spec(name, saved.size, spec.shape)
-            if state_spec is None:  # for example a step count, complete on every rank
+            if state_spec is None:  # such as a step count
                 if spec.is_split and saved.size.numel() > 1:
                     raise ConfigError(
                         f"checkpoint entry {entry} has shape {list(saved.size)}, the parameter {list(spec.shape)}: it "
@@ -136,7 +144,6 @@ class OptimizerState:
                     )
                 targets[entry] = torch.empty(saved.size, dtype=dtype, device="cpu")
                 continue
-            # An optimizer has no state tensors before its first step.
             shape = parameter.shape
             if isinstance(self._optimizer_of(name), MatrixOptimizer):
                 shape = torch.Size((*shape[:-2], *saved.size[len(shape) - 2 :]))
@@ -153,21 +160,25 @@ class OptimizerState:
         return type(self._optimizer_of(name)).load_state_dict is Optimizer.load_state_dict
 
     def _state_spec(self, name: str, size: Sequence[int], shape: Sequence[int]) -> ShardSpec | None:
-        """Return the sharding of state of shape `size`; None if not sharded like its parameter."""
-        spec, lead = self._specs[name], len(shape) - 2
+        """Return the sharding of a parameter's state of shape `size`; None if it is not sharded like the parameter."""
+        spec, lead = self._shard_specs[name], len(shape) - 2
         if isinstance(self._optimizer_of(name), MatrixOptimizer):
             return spec.with_trailing_shape(lead, size[lead:]) if tuple(size[:lead]) == tuple(shape[:lead]) else None
         return spec if tuple(size) == tuple(shape) else None
 
     def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the dtype to which PyTorch's `load_state_dict` converts each entry: that of its parameter."""
+        """Return the dtypes of the entries that PyTorch's `load_state_dict` converts: that of each entry's parameter.
+
+        Omits entries that are not converted: `step`, state of parameters that are not floating point, of optimizers
+        with their own `load_state_dict`, and other values.
+        """
         dtypes = {}
         for entry in keys:
             prefix, _, key = entry.rpartition(".")
             name = prefix.removeprefix(STATE)
             parameter = self._parameters.get(name) if prefix.startswith(STATE) else None
             if parameter is None or not self._follows_torch(name):
-                continue  # an optimizer with its own load_state_dict
+                continue
             # PyTorch does not convert `step`: a bfloat16 count would stop at 256.
             if parameter.is_floating_point() and key != "step":
                 dtypes[entry] = parameter.dtype
@@ -181,8 +192,8 @@ class OptimizerState:
             name = prefix.removeprefix(STATE)
             if prefix.startswith(STATE) and name in self._number_of_name:
                 if isinstance(value, Tensor):
-                    if self._state_spec(name, value.shape, self._specs[name].shape) is not None:
-                        value = self._state[name][key]  # the same memory as a plain tensor instead of a DTensor
+                    if self._state_spec(name, value.shape, self._shard_specs[name].shape) is not None:
+                        value = self._state[name][key]  # a plain tensor instead of a DTensor
                 # PyTorch copies containers as type(value)(iterator), which corrupts strings and fails for arrays.
                 elif (
                     isinstance(value, Iterable) and self._follows_torch(name) and not encode_value(value, entry).tensors
@@ -204,7 +215,7 @@ class OptimizerState:
 
 
 def _settings(group: dict[str, Any], like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a group's settings, with tensors on the devices of `like`'s tensors."""
+    """Return a group's settings, with each tensor on the device of the same setting in `like`."""
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key, value in settings.items():
         own = None if like is None else like.get(key)

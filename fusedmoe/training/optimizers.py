@@ -32,10 +32,10 @@ class PerMatrix(MatrixOptimizer):
         matrices = [matrix for layer in layers for matrix in (layer.experts.w1, layer.experts.w2)]
         optimizer = PerMatrix(matrices, torch.optim.Muon, lr=0.02, adjust_lr_fn="match_rms_adamw")
 
-    A parameter [experts, …, A, B] is treated as independent parameters [A, B], so the result does not depend on the
-    number of ranks. The state has the tensors of `kind`, stacked to [experts, …, *shape]. Each matrix's state moves
-    with its expert and is saved under the expert's number. Each step is local to the expert's owner. Schedulers and
-    gradient scalers use the settings of `kind`.
+    A parameter [experts, …, A, B] is treated as independent parameters [A, B]: the result does not depend on the number
+    of ranks. The state has the tensors of `kind`, stacked to [experts, …, *shape]. Each matrix's state moves with its
+    expert and is saved under the expert's number. Each step is local to the expert's owner. Schedulers and gradient
+    scalers use the settings of `kind`.
 
     Args:
         params: parameters, or groups of them, with at least three dimensions, experts first.
@@ -95,7 +95,7 @@ class PerMatrix(MatrixOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same experts. `kind` determines the dtypes."""
+        """Load a `state_dict`; `kind` determines the dtypes. Raise `ConfigError` if it is of other experts."""
         super().load_state_dict(state_dict | {"state": {}})
         for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], packed["params"], strict=True):
@@ -118,7 +118,10 @@ class PerMatrix(MatrixOptimizer):
         return self._kind([settings | {"params": matrices}], **self._settings)
 
     def _stack_states(self, parameter: Tensor, states: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Stack the states of a parameter's matrices, unless the step updated the existing stack in place."""
+        """Stack the new states of a parameter's matrices, unless the step updated the existing stack in place.
+
+        `states` has the state of each matrix before and after the step.
+        """
         kept, lead = self.state[parameter], parameter.shape[:-2]
         for key, value in states[0][1].items():
             if not isinstance(value, Tensor):
@@ -132,7 +135,7 @@ class PerMatrix(MatrixOptimizer):
 
 
 def _matrices(parameter: Tensor) -> dict[tuple[int, ...], nn.Parameter]:
-    """Return views of a stack's matrices with their gradients, by index.
+    """Return views of the matrices of a parameter [experts, …, A, B], with their gradients, by index.
 
     If this rank has no experts: one zero matrix, whose state defines the shapes for experts that arrive later.
     """
@@ -153,14 +156,9 @@ def _matrix_state(state: dict[str, Any], index: tuple[int, ...], lead: int) -> d
 
 
 def check_first_step(model: nn.Module, copies: Iterable[Replica]) -> None:
-    """Schedule a check of each optimizer with sharded parameters before its first step.
-
-    A hook calls `require_elementwise_part`, because optimizers are unknown to the library until they step. Each model
-    is registered once.
-    """
+    """Schedule `require_elementwise_part` before the first step of each optimizer with sharded parameters."""
     if model in _registered_models:
-        # Never remove the hook inside the step, which iterates over the hooks.
-        if _step_hooks and not _unchecked_parameters:
+        if _step_hooks and not _unchecked_parameters:  # not removed in the step, which iterates over the hooks
             _step_hooks.pop().remove()
         return
     _registered_models.add(model)

@@ -2,7 +2,7 @@
 
 JSON lacks tuples, bytes, infinities and non-string keys. Such a value is encoded as an object with one key, a tag that
 starts with "$". Tensors are numbered in order of first occurrence and stored separately. Decoding looks up the tag in a
-table and executes nothing else.
+table.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CONVERSION_ADVICE = {
 
 
 class EncodedValue(NamedTuple):
-    """JSON text of a value and the tensors it refers to by number."""
+    """JSON text of a value and the tensors to which it refers by number."""
 
     text: str
     tensors: list[Tensor]
@@ -81,7 +81,7 @@ class EncodedValue(NamedTuple):
 
 
 def encode_value(value: Any, label: str) -> EncodedValue:
-    """Encode a value. Raise `ConfigError` that names the first unsupported part."""
+    """Encode a value. Raise `ConfigError`, prefixed with `label`, that names the first unsupported part."""
     encoder = _Encoder(label)
     held = encoder.encode(value, "")
     text = json.dumps(held, allow_nan=False)
@@ -148,12 +148,12 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 
 def byte_buffer(data: Tensor) -> Any:
-    """Return the memory of a uint8 tensor [n], without a copy."""
+    """Return the memory of a uint8 tensor [n]. NumPy arrays have no buffer type before Python 3.12."""
     return data.numpy()
 
 
 def require_storable(tensor: Tensor, label: str) -> None:
-    """Raise `ConfigError` for a tensor without plain dense storage."""
+    """Raise `ConfigError`, prefixed with `label`, for a tensor without dense storage of a dtype in `DTYPES`."""
     problem = fix = ""
     if nn.parameter.is_lazy(tensor):
         problem, fix = "is not initialised", "Run one forward pass first"
@@ -167,7 +167,7 @@ def require_storable(tensor: Tensor, label: str) -> None:
             "Convert it by to_dense()",
         )
     elif tensor.dtype not in DTYPES.values():
-        problem, fix = f"has dtype {str(tensor.dtype).removeprefix('torch.')}", "Convert it, or leave it out"
+        problem, fix = f"has dtype {dtype_name(tensor.dtype)}", "Convert it, or leave it out"
     if problem:
         raise ConfigError(f"{label} {problem}, and checkpoints do not store it. {fix}.")
 
@@ -195,7 +195,7 @@ class _Encoder:
         self.tensors: list[Tensor] = []
 
     def encode(self, value: Any, where: str) -> Any:
-        """Return the JSON representation of a value; `where` is its position, for errors."""
+        """Return the JSON representation of a value. Errors name its position, `where`."""
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -405,7 +405,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _sorted(held: Any, digests: list[str]) -> Any:
-    """Sort dictionary pairs in encoded JSON and replace tensor numbers by digests."""
+    """Return a parsed encoding that is equal for equal values: sorts the items of plain dictionaries.
+
+    Args:
+        held: parsed JSON of an `EncodedValue`. Its tensors are indices into `digests`, by which they are replaced.
+        digests: digest of each tensor.
+    """
     if isinstance(held, list):
         return [_sorted(element, digests) for element in held]
     if not isinstance(held, dict):

@@ -10,8 +10,8 @@
             sync_gradients(model, topology, buckets=step.buckets)
             ...
 
-For Hugging Face, torchtitan and Megatron models, `tune_model(model)` suffices. FlowMoE's tuning (§4.3) is a special
-case: it selects the number of micro-batches R, then the bucket size S_p (`BucketSearch`).
+For Hugging Face, torchtitan and Megatron models, `tune_model(model)` suffices. FlowMoE's tuning (§4.3) selects the
+number of micro-batches R, then the bucket size S_p (`BucketSearch`).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from fusedmoe.training.step_plan import AUTO, PlannedStep
 #: Policies that are tuned: all families, or FlowMoE with R and S_p.
 TUNED_POLICIES = (AUTO, "flowmoe")
 
-# Local searches around the best plan; steps per bucket size and round: ten for the best size, as in the paper.
+# Searches around the best plan; steps per bucket size and round: ten for the best size, as in the paper.
 _MAX_SEARCHES, _STEPS_PER_SIZE = 3, 5
-# Shorter measurements of the costs would be inaccurate.
+# Shorter measurements are inaccurate.
 _MIN_MEASUREMENT_S = 1.0
-# Steps without a measurement after drift; a forward may not reach the layer again.
+# Steps without a measurement after drift: a forward may not reach the layer again.
 _MAX_DEFERRED_STEPS = 2
 
-# Number of candidate sizes, logarithmically spaced; smallest size as a fraction of the largest.
+# Number of candidate sizes; smallest size as a fraction of the largest.
 _NUM_SIZES, _MIN_FRACTION = 256, 2**-6
-# Exploration offset of the expected improvement, in standard deviations of the measured times; as in the paper.
+# Exploration offset of the expected improvement, in standard deviations of the times, from the paper.
 _EXPLORATION = 0.1
 
 Measure = Callable[[float], CostModel | StepCosts | None]
@@ -68,25 +68,27 @@ def tune_step(
 ) -> PlanChooser:
     """Create a `PlanChooser` for a model's training steps. Collective over all ranks.
 
-    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached on disk
-    for later jobs and does not belong in a checkpoint. After drift, measured costs are measured again within half of
-    the remaining budget, and the search restarts.
+    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached
+    on disk for later jobs and does not belong in a checkpoint. After drift, if enough of the trial budget
+    (`PlanChooser`) is left, the costs are measured again within half of what is left, and the search
+    restarts.
 
     Args:
         policy: "auto", or "flowmoe", which selects the number of micro-batches and the bucket size.
         drift: relative change of the median step time that restarts the search. None: never.
-        measure: measures the costs in about the given number of seconds; collective, same result on all ranks. None:
-            repeat only measurements of `PlannedStep`. A None result defers the measurement to the end of the next step;
-            after two such steps the search continues with the previous costs, if any.
-        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan is
-            followed without trials until drift.
+        measure: measures the costs in about the given number of seconds; collective, same result on all
+            ranks. It is called again after the next step if it returns None; with earlier costs, the third
+            None in a row ends the measurement and these costs stay. By default, `PlannedStep` repeats its own
+            measurement and keeps costs that were passed to it.
+        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan
+            is followed without trials until drift.
         tell: called on rank 0 with a line that describes each choice.
     Raises:
         ConfigError: another policy; or "flowmoe" without scikit-learn (`fusedmoe[plan]`).
     """
     if policy not in TUNED_POLICIES:
         raise ConfigError(f"tune_step supports {' and '.join(TUNED_POLICIES)}; use plan_step for {policy!r}")
-    measure = step.measured if measure is None and step.has_measured else measure
+    measure = step.measured_costs if measure is None and step.has_measured else measure
     source = StepSource(step, policy, tell, measure, resumed)
     return PlanChooser(source, steps=2 if policy == AUTO else _STEPS_PER_SIZE, drift=drift)
 
@@ -101,7 +103,7 @@ def tune_model(
     """Create a `PlanChooser` for a Hugging Face, torchtitan or Megatron model; enter it around each training step.
 
     The first step runs without a plan and measures costs, once per machine. Ranks that share experts choose together,
-    by their own times.
+    by their own times. Without ranks that exchange tokens, no plan is chosen.
 
     Args:
         model: contains `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` layers; the same on every rank, as is the
@@ -125,7 +127,7 @@ def tune_model(
 
 
 class StepSource(PlanSource):
-    """Plans of a whole training step, created and applied by a `PlannedStep`; for arguments see `tune_step`."""
+    """Plans of a whole training step, which a `PlannedStep` creates and applies. Arguments are those of `tune_step`."""
 
     def __init__(
         self,
@@ -153,8 +155,7 @@ class StepSource(PlanSource):
         self._path = self.step.choice_path(self._policy)
         resumed = None if self._resumed_path is None else self.step.cached_choice(self._policy, self._resumed_path)
         if resumed is not None:
-            # This job's own choice is not compared again: the job continues with its plan.
-            return resumed[0], resumed[1][:1]
+            return resumed[0], resumed[1][:1]  # without the plans it was compared with
         return self.step.cached_choice(self._policy, self._path)
 
     def candidates(self) -> list[PlanCandidate]:
@@ -175,7 +176,6 @@ class StepSource(PlanSource):
         self._num_deferred = 0 if costs is not None else self._num_deferred + 1
         if costs is None:
             if had_costs and self._num_deferred > _MAX_DEFERRED_STEPS:
-                # All ranks count the same steps: all continue with the previous costs.
                 self._num_deferred = 0
                 self.step.cancel_measurement()
                 return 0.0
@@ -186,8 +186,7 @@ class StepSource(PlanSource):
                 )
             return None
         self.step.set_costs(costs)
-        # Predictions by old and new costs are not comparable. New objects are applied again: measuring may have applied
-        # other plans.
+        # Predictions by old costs are not comparable. Plans in new objects are applied again.
         for entry in chooser.trials.entries:
             entry.candidate = self.step.predicted(entry.candidate)
         return self.slowest([time.perf_counter() - began_s])[0] if had_costs else 0.0
@@ -198,7 +197,7 @@ class StepSource(PlanSource):
 
     def slowest(self, seconds: list[float]) -> list[float]:
         if not self.has_costs:
-            return seconds  # only the number of steps counts
+            return seconds
         return max_over_ranks_s(self.step.topology.world, seconds, "maximum of step times")
 
     def report(self, chooser: PlanChooser) -> None:
@@ -210,14 +209,13 @@ class StepSource(PlanSource):
         return self.step.topology.guard("PlanChooser.note")
 
     def now_s(self, chooser: PlanChooser) -> float:
-        # Includes device time until a plan is chosen; afterwards the host does not synchronise.
+        # Once a plan is chosen, the host does not synchronise.
         if torch.cuda.is_initialized() and not chooser.settled:
             torch.cuda.synchronize()
         return super().now_s(chooser)
 
     def _untried_neighbours(self, chooser: PlanChooser) -> list[PlanCandidate]:
         best, step = chooser.best.candidate, self.step
-        # Each search costs steps with slower plans.
         self._num_searches += 1
         if self._num_searches > _MAX_SEARCHES or best.name in self._searched_plans:
             return []
@@ -233,7 +231,7 @@ class StepSource(PlanSource):
     def _next_size(self, search: BucketSearch, chooser: PlanChooser) -> list[PlanCandidate]:
         best, entries = chooser.best, chooser.trials.entries
         measured = best.median_s / best.candidate.predicted_s  # for candidates predicted too slow to try
-        # Data points are steps with the same number of micro-batches; the first size is random, as in the paper.
+        # Data points are steps with the same number of micro-batches.
         alike = [entry for entry in entries if entry.candidate.plan.degrees == best.candidate.plan.degrees]
         search.tried = [
             (largest, entry.median_s if entry.seconds else measured * entry.candidate.predicted_s)
@@ -254,7 +252,7 @@ class StepSource(PlanSource):
 class BucketSearch:
     """Bayesian optimisation of the gradient bucket size S_p for step time (FlowMoE §4.3).
 
-    Models step time as a Gaussian process over the size and proposes the size with the largest expected improvement.
+    Tries the size with the largest expected improvement under a Gaussian process next.
 
         while (size := search.next()) is not None:
             search.tried.append((size, seconds(size)))

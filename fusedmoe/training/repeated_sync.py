@@ -1,7 +1,7 @@
 """Repeated gradient synchronisation: a second call must not change gradients that are already synchronised.
 
-Synchronisation replaces n summands by their sum over a divisor d. The result `g` is equal on all replicas: another call
-would return `g·n/d`. Therefore `g` is converted back to a summand `g·d/n` before a backward pass accumulates into it.
+Synchronisation replaces n summands by their sum over a divisor d. Another call would turn the result `g`, equal on all
+replicas, into `g·n/d`. Therefore `g` is converted back to a summand `g·d/n` before a backward pass accumulates into it.
 For replicated parameters d = n; for experts d/n is the number of ranks that split them.
 """
 
@@ -23,7 +23,7 @@ _hooked: Any = WeakIdKeyDictionary()
 
 
 def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
-    """Record that a gradient is synchronised; `factor` converts it back to a summand."""
+    """Record that a gradient is synchronised; `factor` = d/n converts it back to a summand."""
     gradient = parameter.grad
     if gradient is None or factor == 1:
         return
@@ -43,8 +43,7 @@ def note_scaled(gradient: Tensor) -> None:
 def restore_summand(parameter: nn.Parameter) -> bool:
     """Convert a synchronised gradient that no backward pass has modified back to this rank's summand.
 
-    Returns:
-        False if the gradient is nonzero and was written in place outside of a backward pass: its replicas may differ.
+    Return False if the gradient is nonzero and was written in place outside of a backward pass.
     """
     gradient = parameter.grad
     if gradient is None or gradient not in _synchronised:

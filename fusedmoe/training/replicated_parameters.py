@@ -18,21 +18,21 @@ from fusedmoe.experts.networks import NAMED
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, require_equal
 from fusedmoe.training.repeated_sync import restore_summand
 
-# Loss of an MP group; see `data_parallel`.
+# Whether the losses of an MP group add up to its mean loss, or all are the mean loss.
 MpLoss = Literal["summands", "replicated"]
 
 # Small gradients share a collective; large gradients and parameters are never copied in full.
 BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _REWRITTEN, _SPARSE = 0, 1, 2, 3
-# Error by gradient state if any rank reports that state.
+# Error by gradient state.
 _GRADIENT_ERRORS = {
     _REWRITTEN: "the gradient of {name} has been synchronised, then written in place outside of a backward pass. "
     "Set its .grad to None, or to a new tensor, before the next backward pass",
     _SPARSE: "the gradient of {name} is sparse. Create its embedding with sparse=False",
 }
-# Modules sharded by `fully_shard(experts=True)`: FSDP divides their gradients by the dp size.
+# Modules sharded by `fully_shard(shard_experts=True)`: FSDP divides their gradients by the dp size.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
-# Number of replica comparisons per model: before the first step and after it.
+# Number of replica comparisons so far, by model.
 _num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _MISMATCH_FIXES = (
     "Call torch.manual_seed with the same seed on every rank before building the model, or "
@@ -69,14 +69,13 @@ class Replica:
 
 
 def list_replicas(model: nn.Module, topology: Topology) -> list[Replica]:
-    """List every distinct parameter once, in `named_parameters` order, which is equal on all ranks.
+    """List every distinct parameter once, in `named_parameters` order; the order is equal on all ranks.
 
     Raises:
         ConfigError: FSDP shards a parameter over ranks other than the dp group, or a layer's expert sharding is missing
             or inconsistent with the topology.
     """
     splits, experts = active_shardings(model, topology)
-    # By identity: a parameter shared by two modules has two names.
     sharded_ids = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
     result = []
     for name, parameter in model.named_parameters():
@@ -124,7 +123,7 @@ def _fsdp_replica_group(
         raise ConfigError(
             f"rank {topology.rank}: {name} is a DTensor over ranks {ranks}, which does not match {topology}. "
             "Shard with fusedmoe.training.fully_shard: dense parameters over the dp group, experts only with "
-            "experts=True."
+            "shard_experts=True."
         )
     return topology.subgroup("own", (topology.rank,)) if "mp" in sharding else topology.mp
 
@@ -174,27 +173,24 @@ def reduce_gradients(
 ) -> None:
     """Replace each gradient by the sum over its replicas, divided by its divisor. Collective over the world.
 
-    Sums are computed in at least float32 and are bitwise equal on all ranks of the group. Ranks without a gradient
-    contribute zeros and receive the sum if another rank has one: an optimizer steps the parameter on all ranks or on
-    none.
+    Sums are computed in at least float32, bitwise equal on all ranks of the group. Ranks without a gradient contribute
+    zeros and receive the sum if another rank has one.
 
     Args:
         replicas: the same parameters in the same order on every rank, except names that only some ranks have.
         model: its replicas are compared in the first two calls. None skips the comparison.
     Raises:
         ConfigError: a gradient is sparse, or was written in place after it was reduced.
-        RankError: another rank failed or is missing, in this call or in the preceding pass; replicas differ; or a
-            parameter is frozen on some ranks only.
+        RankError: another rank failed or is missing; replicas differ; or a parameter is frozen on some ranks only.
     """
     times = 0 if model is None else _num_comparisons.get(model, 0)
     present, compares = _exchange_presence(replicas, topology, None if model is None else times < len(_MISMATCH_FIXES))
     if compares and model is not None:
         compare_replicas(list_replicas(model, topology), topology, _MISMATCH_FIXES[min(times, 1)])
         _num_comparisons[model] = times + 1
-    topology.check()  # The host has just synchronised with the device: raise its faults before they reach the sums.
+    topology.check()  # raise the device's faults before they reach the sums
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
     for replica, divisor, exists in zip(replicas, divisors, present, strict=True):
-        # Half precision would lose small summands.
         dtype = torch.promote_types(replica.parameter.dtype, torch.float32)
         buckets.setdefault((replica.group.ranks, dtype, divisor), []).append((replica, exists))
     # Ranks with different parameter names share groups and must agree on the order.
@@ -202,7 +198,7 @@ def reduce_gradients(
         gradients = [_writable_gradient(replica) for replica, exists in members if exists]
         if members[0][0].group.size > 1:
             _reduce_in_buckets(members[0][0].group, gradients, dtype, divisor)
-        elif divisor != 1:  # no sum is needed: FSDP computed it, or only this rank holds the shard
+        elif divisor != 1:  # FSDP computed the sum, or only this rank holds the shard
             for gradient in gradients:
                 gradient.div_(divisor)
 
@@ -211,18 +207,15 @@ def reduce_gradients(
 def propagate_nonfinite(replicas: list[Replica], topology: Topology) -> None:
     """Set NaN on every rank for each parameter whose gradient is non-finite on some rank. Collective over the world.
 
-    Call it after `reduce_gradients`.
-
-    A loss scaler (`torch.amp.GradScaler`) inspects only local gradients: if an expert's or a shard's gradient
-    overflows, only its ranks would skip the step. This function writes a NaN into the same parameter's gradient on
-    every rank. It does not synchronise with the device.
+    Call it after `reduce_gradients`. Without it, a loss scaler (`torch.amp.GradScaler`), which inspects local
+    gradients, skips the step only on ranks that hold the parameter. It does not synchronise with the device.
     """
     # Gradients of fully replicated parameters are already equal on all ranks.
     split = [replica for replica in replicas if replica.group.ranks != topology.world.ranks]
     if not split and topology.ep.size == topology.esp.size == 1:
-        return  # all ranks return alike: only expert parameters differ by name
+        return  # on all ranks alike
     shared = [replica for replica in split if not replica.has_local_name]
-    # Parameters that exist on some ranks only share the last flag.
+    # The last flag is of all parameters that only some ranks have.
     flags = torch.zeros(len(shared) + 1, dtype=torch.uint8, device=device_of(topology.world))
     place_of = {id(replica): place for place, replica in enumerate(shared)}
     held = [(place_of.get(id(replica), -1), _local_gradient(replica)) for replica in split]
@@ -236,7 +229,7 @@ def propagate_nonfinite(replicas: list[Replica], topology: Topology) -> None:
     if not any(place == -1 for place, _ in held):
         held.append((-1, None))
     for place, gradient in held:
-        # This rank marks another gradient if it has no elements of this parameter.
+        # Without elements of this parameter, this rank marks another gradient.
         gradient = some if gradient is None else gradient
         if gradient is not None:
             first = gradient[(slice(0, 1),) * gradient.dim()]
@@ -251,7 +244,7 @@ def _local_gradient(replica: Replica) -> Tensor | None:
 def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bool | None) -> tuple[list[bool], bool]:
     """Return whether any rank has a gradient, per parameter, and whether any rank set `has_note` (None: not exchanged).
 
-    Uses one all-reduce per group and one host synchronisation in total.
+    Uses one all-reduce per group and one host synchronisation. Raises the errors of `reduce_gradients`.
     """
     states = [_gradient_state(replica) for replica in replicas] + [int(bool(has_note))]
     # The maxima over ranks of both flags are 1 if only some ranks have frozen a parameter.
@@ -266,7 +259,6 @@ def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bo
     if has_note is not None:
         kinds[world.ranks][1].append(len(replicas))
     reduced = []
-    # Ranks with different parameter names share groups and must agree on the order.
     for _, (group, members) in (in_order := sorted(kinds.items(), key=lambda kind: kind[0])):
         own_N3 = [[states[i], trainable[i], frozen[i]] for i in members]
         flags = torch.tensor(own_N3, dtype=torch.uint8, device=device_of(group))
@@ -279,7 +271,7 @@ def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bo
                 _raise_frozen(replicas[i], group, topology)
     *of_replicas, any_note = states
     for replica, state in zip(replicas, of_replicas, strict=True):
-        if state in _GRADIENT_ERRORS:  # "max" has reported it to all ranks, so all raise
+        if state in _GRADIENT_ERRORS:  # on all ranks
             refusal = f"{_GRADIENT_ERRORS[state].format(name=replica.name)}."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
@@ -313,7 +305,7 @@ def _writable_gradient(replica: Replica) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     part = local_part(parameter.grad)
-    # Backward of `expand` returns overlapping elements: an in-place write would change all of them.
+    # Backward of `expand` returns overlapping elements.
     if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
         parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         part = local_part(parameter.grad)

@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]
 class RowShard(Tensor):
     """Tensor that holds selected rows of a full tensor, or the same slice of each. A DTensor needs contiguous rows.
 
-    Consecutive rows are written and read as one part. The checkpoint does not depend on the row distribution.
+    Consecutive rows are written and read as one part.
 
     Args:
         part: [n, ...], this rank's elements.
@@ -66,7 +66,7 @@ class RowShard(Tensor):
         ]
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return the row ranges (first, end) in `part` whose rows are consecutive in the full tensor."""
+        """Return the ranges (first, end) of rows in `part` that are consecutive in the full tensor."""
         starts = [row for row, number in enumerate(self.numbers) if row == 0 or number != self.numbers[row - 1] + 1]
         return list(zip(starts, [*starts[1:], len(self.numbers)], strict=True)) if starts else []
 
@@ -98,8 +98,7 @@ class ShardSpec:
     Attributes:
         shape: of the full tensor.
         group: ranks that hold the same part as this one.
-        is_split: the tensor is declared as split over ep, esp or mp: ranks hold parts of it or separate tensors.
-            FSDP alone does not count.
+        is_split: ep, esp or mp ranks hold parts of the tensor, or separate tensors. FSDP alone does not count.
         is_on_all_ranks: all ranks hold (a part of) a tensor of this name.
         mesh, placements: of the DTensor that contains this rank's part; with mesh None the tensor is used directly.
         numbers, starts: row indices and offsets of this rank's part, if the rows are not contiguous.
@@ -117,12 +116,12 @@ class ShardSpec:
     unpadded_sizes: Mapping[int, int] = field(default_factory=dict)
 
     def to_sharded(self, tensor: Tensor) -> Tensor:
-        """Return a DTensor or `RowShard` whose local part is `tensor`, sharing memory."""
+        """Return a DTensor or `RowShard` with `tensor`, without padding, as local part; `tensor` without a mesh."""
         if self.numbers is not None:
             return RowShard(local_part(tensor), self.numbers, self.shape, self.starts)
         if self.mesh is None:
             return tensor
-        # DTensor would otherwise infer the shape from equal parts on all ranks.
+        # Without a shape, DTensor assumes equal parts on all ranks.
         stride = torch.empty(self.shape, device="meta").stride()
         part = local_part(tensor)
         for dim, size in self.unpadded_sizes.items():
@@ -189,13 +188,10 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
 
 def is_writer(key: str, group: Group) -> bool:
     """Return whether this rank, of those in `group`, writes `key`; deterministic on all ranks."""
-    # The hash spreads the bytes without exchanging sizes.
     return zlib.crc32(key.encode()) % group.size == group.index
 
 
 def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> dict[int, Shapes]:
-    """Gather the shapes of split tensors and check that other tensors agree on all ranks."""
-    # Gather the complete list only to describe a difference.
     digest = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()
     facts = all_gather_object(topology.world, (digest, split), operation)
     if any(other != digest for other, _ in facts):
@@ -215,7 +211,6 @@ def _describe_shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return, in row order, the expert indices of each parameter whose experts can migrate."""
     return {
         plain_name(prefix + name): experts.own_numbers
         for prefix, experts in experts_of(model)
@@ -225,8 +220,6 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _unpadded_sizes(model: nn.Module) -> dict[str, dict[int, int]]:
-    """Return the unpadded full size of padded dimensions, by name."""
-    # Names in `unpadded` are relative to the module.
     return {
         plain_name(f"{prefix}.{name}".lstrip(".")): sizes
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -235,7 +228,7 @@ def _unpadded_sizes(model: nn.Module) -> dict[str, dict[int, int]]:
 
 
 def expert_number_names(model: nn.Module) -> set[str]:
-    """Return the names of state entries that list this rank's experts. Loading derives these entries from the specs."""
+    """Return the names of state entries that list this rank's experts."""
     return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
 
 
@@ -262,7 +255,7 @@ def _shard_spec(
     shape, own = list(tensor.shape), list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
-    # Padding equalises the parts of ranks and is not saved: cut the last parts.
+    # Padding is not saved.
     if not is_dtensor:
         for dim, size in unpadded.items():
             shape[dim] = min(shape[dim], size)
@@ -275,10 +268,9 @@ def _shard_spec(
     mesh = topology.dense_mesh if "mp" in sharding else topology.expert_mesh
     of_all = tuple(shape), replica_group(sharding, topology), True, NAMED not in sharding.values()
     if not isinstance(tensor, DTensor):
-        # Dimension 0 of either mesh enumerates the replicas.
         return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, unpadded_sizes)
     assert mesh is not None
-    # FSDP splits the replicas: this rank is the only holder of its shard.
+    # FSDP splits the replicas.
     own_group = topology.subgroup("own", (topology.rank,))
     mesh_with_replicas = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
     return replace(ShardSpec(*of_all, mesh_with_replicas, (*placements, *tensor.placements)), group=own_group)
@@ -289,10 +281,9 @@ def _axis_group(axis: str, topology: Topology) -> Group:
 
 
 def _reorder_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    # DTensor shards in the order of mesh dimensions; FSDP's axis is last because it splits the parts of the other axes.
+    # DTensor shards in the order of mesh dimensions; FSDP's axis splits the parts of the other axes.
     old = mesh.mesh_dim_names or ()
     grid = mesh.mesh.permute(*(old.index(name) for name in names))
-    # Used only to compute offsets.
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
 
 
@@ -318,7 +309,7 @@ def _check_chunk(
     expected, starts = list(shape), [0] * len(shape)
     for axis in ("ep", "esp", "mp"):
         dim = sharding.get(axis, NAMED)
-        # Experts under a placement are in no fixed order.
+        # Experts with a placement are in no fixed order.
         if has_placement and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:

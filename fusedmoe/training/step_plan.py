@@ -16,7 +16,7 @@ from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.measure import CostTrial, Measurement
+from fusedmoe.layers.measure import CostMeasurement, MeasurementState
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_in
 from fusedmoe.placement.replica_state import ReplicaTiming
@@ -57,7 +57,6 @@ def plan_step(
     gradients (FlowMoE, Lancet). Other models follow only the plan's chunks and gradient buckets.
 
         plan, buckets = plan_step(model, topology, "fsmoe", costs, workload)
-        plan, buckets = plan_step(model, topology, "auto", None, blocks.workload(x))  # of fusedmoe.pipeline
         …
         buckets.open()
         loss.backward()
@@ -70,12 +69,13 @@ def plan_step(
             measured, or read from the cache (`fusedmoe profile`).
         workload: of one layer; all layers are assumed equal.
         limit: maximum number of chunks per layer and pass.
+        mp_loss: as for `sync_gradients`.
         blocks: if they are not a module of the model.
     Returns:
         The plan and its gradient buckets; an empty plan for no chunks and no buckets. If experts migrate, the plan
-        includes their sparse collectives on the inter-node link, regardless of their duration.
+        includes their sparse collectives.
     Raises:
-        ConfigError: an unknown policy, or a model without MoE layers.
+        ConfigError: an unknown policy; a model without MoE layers, or with layers of other libraries and no costs.
         RankError: ranks derived different plans.
     """
     step = PlannedStep(model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks)
@@ -87,13 +87,18 @@ def plan_step(
 class PlannedStep:
     """Training step that can switch between plans. Construction is collective over all ranks.
 
-    Arguments are those of `plan_step`, and two more. `samples`: batch size, which micro-batches split evenly. `dense`:
-    parameters of the gradient buckets, as for `GradientBuckets`. Layers of other libraries are measured in the first
-    forward, which also sets `workload` if it is None.
+    The first forward measures the costs of other libraries' layers, and sets `workload` if it is None.
 
+    Args:
+        model, topology, costs, workload, limit, mp_loss, blocks: as for `plan_step`.
+        samples: batch size, which micro-batches split evenly.
+        dense: parameters of the gradient buckets, as for `GradientBuckets`.
     Attributes:
-        costs: of a step.   buckets: reduced by plans during backward.   blocks: micro-batched blocks or None.
-        limit: maximum number of chunks.   samples: as passed.   has_measured: costs are measured, not passed.
+        costs: of a step.
+        buckets: reduced by plans during backward.
+        blocks: micro-batched blocks or None.
+        limit, samples: as passed.
+        has_measured: costs are measured, not passed.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class PlannedStep:
         self._layers: Sequence[MoELayer | ScheduledExchange] = own_layers or exchanges
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
-        number_layers(self._layers)  # numbered as in the plan, for tasks and records
+        number_layers(self._layers)
         self._model, self.topology = model, topology
         self._workload, self._has_costs = workload, False
         self.blocks, self.limit, self.samples = blocks, limit, samples
@@ -135,7 +140,7 @@ class PlannedStep:
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
         self.has_measured = costs is None
         if costs is None and own_layers:
-            costs = self.measured()
+            costs = self.measured_costs()
         if costs is not None:
             self.set_costs(costs)
 
@@ -147,38 +152,40 @@ class PlannedStep:
 
     @property
     def has_costs(self) -> bool:
-        """Whether step costs are known. The first forward measures the costs of another library's layers."""
+        """Whether step costs are known. The costs of another library's layers are measured in the first forward."""
         return self._has_costs
 
-    def measured(self, again_s: float | None = None) -> CostModel | None:
+    def measured_costs(self, again_s: float | None = None) -> CostModel | None:
         """Return the costs of this machine and the model's first layer, measured or cached. Collective.
 
-        Return None if the next forward will measure another library's layer, whose parameters may be sharded until
-        then. `again_s`: measure again, for about this many seconds.
+        Return None if the next forward will measure another library's layer. `again_s`: measure again, for about this
+        many seconds.
         """
         first = self._layers[0]
         if isinstance(first, MoELayer):
             costs = first.measured_costs(max(1, self.workload.tokens // self.workload.esp), again_s=again_s)
             return costs_of_tokens(costs, self.workload)
-        trial = first.plans.cost_trial
-        if not isinstance(trial, CostTrial):
+        measurement = first.plans.cost_measurement
+        if not isinstance(measurement, CostMeasurement):
             for exchange in exchanges_in(self._model):
                 exchange.set_plan(None)
-                exchange.plans.cost_trial = CostTrial(exchange.plans)
-        elif trial.state is Measurement.DONE or (trial.state is Measurement.TAKEN and not self.has_costs):
-            assert trial.costs is not None and trial.workload is not None
-            trial.state = Measurement.TAKEN
-            self._workload = self._workload or trial.workload
-            return costs_of_tokens(trial.costs, trial.workload)
-        elif trial.state is Measurement.TAKEN:
-            trial.state, trial.budget_s = Measurement.DUE, again_s
+                exchange.plans.cost_measurement = CostMeasurement(exchange.plans)
+        elif measurement.state is MeasurementState.DONE or (
+            measurement.state is MeasurementState.TAKEN and not self.has_costs
+        ):
+            assert measurement.costs is not None and measurement.workload is not None
+            measurement.state = MeasurementState.TAKEN
+            self._workload = self._workload or measurement.workload
+            return costs_of_tokens(measurement.costs, measurement.workload)
+        elif measurement.state is MeasurementState.TAKEN:
+            measurement.state, measurement.budget_s = MeasurementState.DUE, again_s
         return None
 
     def cancel_measurement(self) -> None:
         first = self._layers[0]
-        trial = first.plans.cost_trial if isinstance(first, ScheduledExchange) else None
-        if isinstance(trial, CostTrial) and trial.state is Measurement.DUE:
-            trial.state = Measurement.TAKEN
+        measurement = first.plans.cost_measurement if isinstance(first, ScheduledExchange) else None
+        if isinstance(measurement, CostMeasurement) and measurement.state is MeasurementState.DUE:
+            measurement.state = MeasurementState.TAKEN
 
     def set_costs(self, costs: CostModel | StepCosts) -> None:
         """Plan with these costs from now on; the same on every rank."""
@@ -202,7 +209,7 @@ class PlannedStep:
         """Return a policy's plan; for "auto" the cached fastest plan, else the fastest by prediction. Collective.
 
         Raises:
-            ConfigError: an unknown policy, or one for whole layers if these cannot be split.
+            ConfigError: an unknown policy, or a policy for whole layers if these cannot be split.
         """
         if policy == AUTO:
             cached = self.cached_choice(AUTO)
@@ -243,7 +250,6 @@ class PlannedStep:
             self.blocks.require_runnable(passes_of(plan), self.buckets)
         elif len(plan):
             require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
-            # Plans of whole layers: chunks of each layer in both passes, and no other degrees.
             forward_degrees, backward_degrees = (
                 [plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES
             )
@@ -261,7 +267,6 @@ class PlannedStep:
         """
         self._require_runnable(candidate)
         plan = candidate.plan
-        # Blocks run attention and experts by one plan; otherwise only the layers' own passes follow it.
         if candidate.uses_micro_batches:
             assert self.blocks is not None
             plan = self.blocks.with_copies(plan)
@@ -283,7 +288,7 @@ class PlannedStep:
         return add_sparse_collectives(plan, moving, again=again[:-1]) if len(plan) else plan
 
     def choice_path(self, policy: str) -> Path:
-        """Return the path of the cached choice for this model and machine. Collective over all ranks."""
+        """Return the file of the cached choice for this model and machine. Collective over all ranks."""
         facts = {
             "policy": policy,
             "workload": asdict(self.workload),
@@ -293,7 +298,6 @@ class PlannedStep:
             "limit": self.limit,
             "samples": self.samples,
         }
-        # Policies registered by the user (`register_policy`) are part of the cache key.
         if policy == AUTO and (own := user_plan_fingerprints(self.layer_costs, self.limit)):
             facts["own"] = own
         first = next(self._model.parameters(), torch.empty(0, device="cpu"))
@@ -302,7 +306,7 @@ class PlannedStep:
     def cached_choice(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
         """Return an earlier job's cached choice: step time in seconds, and plans, fastest first. Collective.
 
-        None if there is none, or the fastest plan is not runnable here.
+        Return None without a choice, or if its fastest plan is not runnable here.
         """
         choice = read_choice(self.topology, self.costs_of, path or self.choice_path(policy))
         if choice is None:
@@ -315,15 +319,14 @@ class PlannedStep:
 
 def _supports_any_degree(layer: MoELayer | ScheduledExchange) -> bool:
     if isinstance(layer, ScheduledExchange):
-        # Determined during a forward; outside of it the parameters may be sharded.
-        return isinstance(layer.plans.cost_trial, CostTrial) and layer.plans.cost_trial.can_regroup
-    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).can_regroup
+        # Determined in a forward: outside of it the parameters may be sharded.
+        return isinstance(layer.plans.cost_measurement, CostMeasurement) and layer.plans.cost_measurement.can_rechunk
+    return layer.experts.in_chunks(next(layer.experts.parameters(), torch.empty(0, device="cpu"))).can_rechunk
 
 
 def model_costs(
     blocks: PipelinedBlocks | None, topology: Topology, costs: CostModel, workload: Workload, buckets: GradientBuckets
 ) -> StepCosts:
-    """Derive the step costs of a model's layers or blocks from the costs of a machine."""
     here = Capabilities(topology.ep.size, topology.esp.size)
     kinds = runnable_kinds(here, "step" if blocks is None else "blocks")
     waits = blocks is not None and any(blocks.routes_first)

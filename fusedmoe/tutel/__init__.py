@@ -4,13 +4,8 @@
     fusedmoe.tutel.install()                                      # or: alias `tutel` to this package
     python -m fusedmoe.tutel script.py …                          # or: run a script with the alias
 
-Routing, token order, experts, communication and schedules are fusedmoe's. Tutel's are names, the layout of parameters
-and checkpoints, and:
-
-- capacity: k·int(cf·⌈T/E⌉), rounded up for the requested overlap degree (`impls/fast_dispatch.py`);
-- losses: GShard's on first choices, and load-and-importance with raw logits as thresholds (`impls/losses.py`);
-- the router computes in the dtype of its weights, including half precision, unless fp32_gate (`gates/`);
-- parameters and their shards: `experts/`.
+Names, the layout of parameters and checkpoints, capacities, losses and the router's precision are Tutel's. Token order,
+experts, communication and schedules are fusedmoe's.
 """
 
 from __future__ import annotations
@@ -33,10 +28,9 @@ _HERE = __name__
 
 
 def install() -> None:
-    """Make `import tutel`, `from tutel import …` and submodule imports resolve to this package.
+    """Make `import tutel`, `from tutel import …` and submodule imports resolve to this package, not an installed Tutel.
 
-    Takes precedence over an installed Tutel. `tutel.examples` resolves to an installed Tutel or a checkout on the path,
-    whose examples then import this package.
+    Only `tutel.examples` resolves to an installed Tutel or a checkout on the path.
 
     Raises:
         ConfigError: Tutel itself is already imported.
@@ -58,7 +52,6 @@ class _Finder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == EXAMPLES:
-            # Skip this finder to locate an installed Tutel or a checkout on the path.
             whole = PathFinder.find_spec(ALIAS)
             return whole and PathFinder.find_spec(name, whole.submodule_search_locations)
         real = real_name(name)
@@ -80,5 +73,5 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has replaced it by the alias's spec, which pickles would name.
+        # The import system has set the alias's spec, which pickles would name.
         module.__spec__ = self._spec

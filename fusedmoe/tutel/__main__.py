@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _check_environment() -> None:
-    """Exit with a one-line error if variables for starting ranks are invalid."""
+    """Raise `ConfigError` if environment variables for starting ranks are invalid."""
     read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1.0)
     ranks = read_integer("WORLD_SIZE", 1, 1)
     read_integer("RANK", 0, 0, ranks - 1)
@@ -44,7 +44,7 @@ def _check_environment() -> None:
 
 
 def _module(name: str) -> str:
-    """Return the module name to run. Exit if the module belongs to Tutel and Tutel is not installed."""
+    """Return the module to run. Exit if it is one of Tutel's examples, and Tutel is not installed."""
     if name != EXAMPLES and not name.startswith(f"{EXAMPLES}."):
         return real_name(name)
     if find_spec(EXAMPLES) is None or find_spec(name) is None:

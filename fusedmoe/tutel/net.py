@@ -19,10 +19,9 @@ class TutelDistributedOptimizer:
         optimizer = TutelDistributedOptimizer(model.parameters()).warp_local(torch.optim.Adam, lr=…)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
 
-    A step sums the gradients of shared parameters over the group, updates this rank's shard of each parameter, and
-    all-gathers the results. Expert parameters, marked by `_tutel_expert`, are local to each rank.
-
-    `average_shared`: divide the summed gradients by the number of ranks.
+    A step sums the gradients of shared parameters over the group (or averages them, with `average_shared`), updates
+    this rank's shard of each parameter, and all-gathers the results. Expert parameters, marked by `_tutel_expert`, are
+    local to each rank.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class TutelDistributedOptimizer:
     def warp_local(
         self, local_optim: Callable[..., torch.optim.Optimizer], *args: Any, **kwargs: Any
     ) -> TutelDistributedOptimizer:
-        """Construct the optimizer of this rank's shard."""
+        """Construct the optimizer of this rank's shard. Returns `self`."""
         with torch.no_grad():
             self.virt_params = [self._part(p).clone() for p in self.params]
         self.local_optim = local_optim([*self.virt_params, *self.expert_params], *args, **kwargs)
@@ -56,7 +55,6 @@ class TutelDistributedOptimizer:
         assert self.local_optim is not None, "call warp_local first"
         share = communicate.get_world_size(self.group) if self.average_shared else 1
         for p, part in zip(self.params, self.virt_params, strict=True):
-            # The parameter may have been loaded since the last step.
             part.copy_(self._part(p))
             part.grad = None
             if p.grad is not None:

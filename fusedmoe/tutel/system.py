@@ -22,13 +22,15 @@ _NODES = "/sys/devices/system/node"
 
 
 def init_affinity_at_program_beginning() -> None:
-    """Bind this process to the NUMA node of its LOCAL_RANK (NUMA_TYPE ranks per node, default 1; 0 disables)."""
+    """Bind this process to the NUMA node of its LOCAL_RANK (NUMA_TYPE ranks per node, default 1).
+
+    Does nothing for NUMA_TYPE = 0 or with TUTEL_CUDA_SANDBOX, and warns if the node is unknown.
+    """
     per_node = read_integer("NUMA_TYPE", 1)
     if read_integer("TUTEL_CUDA_SANDBOX", 0) or per_node <= 0:
         return
     rank = read_integer("LOCAL_RANK", 0, 0)
     try:
-        # Blocks of `per_node` consecutive ranks are assigned to NUMA nodes round-robin.
         nodes = _numbers(_NODES, "node")
         node = nodes[rank // per_node % len(nodes)]
         os.sched_setaffinity(0, _numbers(f"{_NODES}/node{node}", "cpu"))
@@ -42,7 +44,7 @@ def _numbers(folder: str, name: str) -> list[int]:
 
 
 def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> ParallelEnv:
-    """Initialise torch.distributed from the launcher's environment; see `impls.communicate`."""
+    """Initialise torch.distributed and split the world into groups, with `communicate.create_groups_from_world`."""
     from fusedmoe.tutel.impls.communicate import create_groups_from_world
 
     env = create_groups_from_world(group_count, include_init=backend)
@@ -69,7 +71,7 @@ def get_local_session() -> ParallelEnv:
 
 
 def record_time(is_cuda: bool | None = None) -> float:
-    """Return the time in seconds, after synchronising with the GPU."""
+    """Return the time in seconds, after synchronising with the GPU if `is_cuda` (default: the session's)."""
     if get_local_session().is_cuda if is_cuda is None else is_cuda:
         import torch
 
@@ -78,7 +80,7 @@ def record_time(is_cuda: bool | None = None) -> float:
 
 
 def perform(fn: Callable[[], Any], num_runs: int = 100) -> float:
-    """Print and return the mean time of a call in seconds, after five warm-up calls."""
+    """Print and return the mean time of a call in seconds (at least 1e-6), after five warm-up calls."""
     for _ in range(5):
         fn()
     start = record_time()
@@ -104,7 +106,7 @@ class LocalCache:
 
     @classmethod
     def get(cls, key: Any = None) -> Any:
-        """Return the value of a key, or all values without a key."""
+        """Return the value of a key, or all values for an unknown key."""
         return cls._values[key] if key in cls._values else list(cls._values.values())
 
 
@@ -119,7 +121,6 @@ def save(t: torch.Tensor, path: str) -> None:
 
 
 def load(path: str, device: torch.device | str | None = None) -> torch.Tensor:
-    """Read a tensor written by `save`."""
     import numpy as np
     import torch
 
@@ -127,19 +128,19 @@ def load(path: str, device: torch.device | str | None = None) -> torch.Tensor:
 
 
 def from_url(link: str, path: str | None = None) -> str:
-    """Download a file unless it exists; return its path, by default the last component of the URL."""
+    """Download a file to `path` unless it exists, by default the last component of the URL. Returns the path."""
     from urllib.request import urlretrieve
 
     path = path or link.rstrip("/").rsplit("/", 1)[-1]
     if not os.path.exists(path):
-        # Atomic: other ranks may check for the file concurrently.
+        # Other ranks may check for the file concurrently.
         urlretrieve(link, f"{path}.part")
         os.replace(f"{path}.part", path)
     return path
 
 
 def apply_rank_size_from_pattern(filename: str, rank: int, size: int, create_dir: bool = True) -> str:
-    """Substitute `{rank}` and `{size}` in a file name, and create its folder."""
+    """Substitute `{rank}` and `{size}` in a file name, and create its folder. Warns without `{rank}`."""
     if "{rank}" not in filename:
         logging.warning("no {rank} in the file name %s: ranks would write to one file", filename)
     filename = filename.replace("{rank}", str(rank)).replace("{size}", str(size))

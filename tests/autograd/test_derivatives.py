@@ -82,7 +82,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield name, (x_SM, [3], 0, "nobody")
     yield "clamped_swiglu_backward", (torch.randn(3, 2).requires_grad_(), x_SM, 1.7, 7.0)
     yield "refuse_gradient", (torch.ones(()), torch.randn(3).requires_grad_(), "x", False)
-    yield "refused_gradient", (torch.ones(()).requires_grad_(), torch.ones(()), torch.randn(3), "x")
+    yield "refuse_gradient_backward", (torch.ones(()).requires_grad_(), torch.ones(()), torch.randn(3), "x")
     *tokens, row_N, code_N = torch.ops.fusedmoe.deduplicate(layout.tensors, 1)
     sizes, sent = (torch.tensor([[3, 3, 3]]), torch.tensor([[[3, 3, 3]]])), (row_N, code_N, 2)
     yield "deduplicate", (layout.tensors, 1)

@@ -594,17 +594,17 @@ def test_failed_rank_is_named_and_namespaces_are_removed(tmp_path: Path) -> None
     assert f"fusedmoe-{os.getpid()}-" not in listed
 
 
-def test_prediction_includes_dense_work_and_regroup() -> None:
-    """A prediction includes the work around the pipeline, and the regroup copy if the passes have different chunks."""
+def test_prediction_includes_dense_work_and_rechunk() -> None:
+    """A prediction includes the work around the pipeline, and the copy if the passes have different chunks."""
     kinds = ("dispatch", "expert", "combine")
     bare = Workload(1, 512, 16, 32, 4, k=1, ep=2).step_costs(COSTS, [0], kinds)
     around = {"forward": {"other": 0.25, "count-exchange": 0.5}, "backward": {"other": 0.125}}
-    costs = replace(bare, layers=(replace(bare.layers[0], dense_s=around, regroup_s=2.0),))
+    costs = replace(bare, layers=(replace(bare.layers[0], dense_s=around, rechunk_s=2.0),))
     for degrees in ((2, 2), (2, 4)):
         plans = Schedule("fsmoe", degrees).plans(kinds, None)
         passes_s = sum(makespan(one, bare) for one in (plans.forward, plans.backward))
-        regrouped_s = makespan(both_passes(plans, costs), costs) - passes_s - 0.875
-        assert regrouped_s == pytest.approx(2.0 if degrees == (2, 4) else 0.0, rel=0.02, abs=1e-9)
+        rechunked_s = makespan(both_passes(plans, costs), costs) - passes_s - 0.875
+        assert rechunked_s == pytest.approx(2.0 if degrees == (2, 4) else 0.0, rel=0.02, abs=1e-9)
 
 
 def test_contention_of_emulated_waits_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

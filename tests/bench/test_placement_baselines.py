@@ -22,16 +22,16 @@ from bench.placement.baselines import (
 )
 from bench.placement.made_loads import make_loads
 from fusedmoe.placement.hecate import materialise, max_owned_experts, predict_load, reshard
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.replica_search import improve
 from fusedmoe.placement.traffic import gather_transfers, layer_s, link_bytes, placement_load, transfers_s
 
-NODES = Nodes(8, 4)
+NODES = NodeLayout(8, 4)
 
 
 def situation(iteration: int = 5, *, layers: int = 2, experts: int = 16, seed: int = 0, **changes) -> Situation:
-    trace = make_loads(iteration + 1, layers, NODES.ranks, experts, seed=seed)
-    before = (Placement.even(NODES.ranks, experts),) * layers
+    trace = make_loads(iteration + 1, layers, NODES.num_ranks, experts, seed=seed)
+    before = (Placement.even(NODES.num_ranks, experts),) * layers
     now = Situation(iteration, before, trace.load_ILE[:-1], trace.tokens_ILWE[-1], NODES, CLUSTER_A)
     return replace(now, **changes)
 
@@ -54,7 +54,7 @@ def test_every_policy_preserves_owner_count_and_slot_limit(seed, m, t, calibrate
         decision = policy(now)
         assert repr(policy(now)) == repr(decision), "a pure function"
         assert decision.waits_s >= 0 and decision.sent_bytes >= 0
-        assert all(one.experts == 16 and one.ranks == 8 for one in decision.placements)
+        assert all(one.experts == 16 and one.num_ranks == 8 for one in decision.placements)
         room = m if name not in ("ep", "smartmoe") else 0
         assert all(one.extra_W().max() <= room for one in decision.placements)
         owned_W = sum(np.bincount(one.owners, minlength=8) for one in decision.placements)

@@ -24,11 +24,11 @@ from bench.placement.made_loads import make_loads
 from bench.placement.replay import Outcome, replay
 from fusedmoe.cli.load_trace import LoadTrace
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import layer_s, placement_load
 from tests.marks import slowly
 
-NODES = Nodes(16, 4)
+NODES = NodeLayout(16, 4)
 
 
 def replay_every_policy(iterations: int, seed: int, m: int, **changes) -> dict[str, Outcome]:
@@ -94,13 +94,15 @@ def test_replay_equals_definition():
 def test_replay_peak_memory_equals_hand_computation():
     """By hand: the busiest rank's owned experts, its replicas, and experts held twice while owners change."""
     e, s = CLUSTER_A.expert_bytes, CLUSTER_A.state_bytes
-    trace, nodes = make_loads(8, 2, 4, 4, tokens=100), Nodes(4, 2)
+    trace, node_layout = make_loads(8, 2, 4, 4, tokens=100), NodeLayout(4, 2)
     even, one = Placement.even(4, 4), np.eye(4, dtype=bool)
     one[3, :3] = True  # three replicas of rank 3's expert
     swapped = Placement(4, (1, 0, 2, 3))
 
     def peak(placement, state=False):
-        return replay(trace, lambda now: Decision((placement,) * 2, 0.0, 0, state), nodes, CLUSTER_A).peak_I.tolist()
+        return replay(
+            trace, lambda now: Decision((placement,) * 2, 0.0, 0, state), node_layout, CLUSTER_A
+        ).peak_I.tolist()
 
     assert peak(even) == [2 * (2 * e + s)] * 3
     assert peak(Placement.holding(even.owners, one)) == [2 * (2 * e + s) + 2 * 2 * e] * 3
@@ -164,7 +166,7 @@ def test_exact_balance_of_recorded_loads(per_node, m):
         "exact": partial(exact, t=4, m=m),
         "even": partial(exact, t=4, m=m, level=1.0),
     }
-    check_exact({name: replay(TRACE, one, Nodes(4, per_node), CLUSTER_A) for name, one in policies.items()})
+    check_exact({name: replay(TRACE, one, NodeLayout(4, per_node), CLUSTER_A) for name, one in policies.items()})
 
 
 EVEN = {"skew": 0.0, "spread": 0.0, "drift": 0.0, "jitter": 0.0, "difference": 0.0}
@@ -217,7 +219,7 @@ def test_hecate_beats_baselines_on_recorded_loads(per_node, m, straggler, ingres
         "flexmoe": partial(replication, m=m),
         "hecate": partial(hecate, t=4, m=m),
     }
-    found = {name: replay(TRACE, policy, Nodes(4, per_node), CLUSTER_A) for name, policy in policies.items()}
+    found = {name: replay(TRACE, policy, NodeLayout(4, per_node), CLUSTER_A) for name, policy in policies.items()}
     ours, ep = found.pop("hecate"), found["ep"]
     for other in found.values():
         assert ours.straggler < other.straggler and ours.ingress_bytes < other.ingress_bytes
@@ -238,7 +240,7 @@ def test_own_layer_policy_counts_its_transfers():
 
     trace = make_loads(8, 2, 8, 16)
     none, hidden, exposed, more = (
-        replay(trace, by_layer(of_first(count), t=t), Nodes(8, 4), CLUSTER_A)
+        replay(trace, by_layer(of_first(count), t=t), NodeLayout(8, 4), CLUSTER_A)
         for count, t in ((0, 2), (2, 2), (2, 1), (2, 0))
     )
     assert none.waits_s == hidden.waits_s == 0 < exposed.waits_s < more.waits_s
@@ -249,7 +251,7 @@ def test_own_layer_policy_counts_its_transfers():
 def test_own_layer_policy_counts_owner_changes():
     def exchange(now):
         first, second, *others = now.placement.owners
-        return Placement(now.placement.ranks, (second, first, *others))
+        return Placement(now.placement.num_ranks, (second, first, *others))
 
     trace = make_loads(8, 2, 16, 16)
     found = replay(trace, by_layer(exchange, t=8), NODES, CLUSTER_A)

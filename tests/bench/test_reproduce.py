@@ -21,7 +21,7 @@ from bench.reproduce.page import page
 from bench.reproduce.table import PAPERS, Part, Row, Table, cells, reasons_of, shown
 from bench.simulate.grid import workloads
 from fusedmoe.placement.hecate import WINDOW
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.schedule.cost import NO_CONTENTION, Durations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree
@@ -259,7 +259,7 @@ def test_replica_group_share_equals_hand_computation():
 
 
 def test_expert_parallelism_speedup_over_itself_is_one():
-    ep = replay(make_loads(WINDOW + 2, 2, 4, 8, seed=1), expert_parallelism, Nodes(4, 2), CLUSTER_A)
+    ep = replay(make_loads(WINDOW + 2, 2, 4, 8, seed=1), expert_parallelism, NodeLayout(4, 2), CLUSTER_A)
     names = [("ep", 0), ("sharded", 0), *((name, m) for name in ("published", "copies", "searched") for m in (2, 4))]
     rows = hecate.straggler_rows(dict.fromkeys(names, ep))
     assert rows[0].ours == (ep.straggler,) * 2

@@ -131,7 +131,7 @@ def _costs(path: Path) -> Any:
 
 def _settings(path: Path) -> Any:
     found = read_settings(path.parent)
-    return _same(found, Settings.from_json(json.loads(json.dumps(found.to_json()))))
+    return _same(found, Settings.from_dict(json.loads(json.dumps(found.to_dict()))))
 
 
 def _loads(path: Path) -> Any:
@@ -210,7 +210,7 @@ KINDS = {
     "costs": Kind(_write("costs.json", COSTS), _costs),
     "costs of a run": Kind(_write("costs.json", dump_with_digest(json.loads(COSTS))), _costs, strict=True),
     "settings": Kind(
-        _write("config.json", dump_with_digest({"settings": Settings().to_json()}, 2)), _settings, strict=True
+        _write("config.json", dump_with_digest({"settings": Settings().to_dict()}, 2)), _settings, strict=True
     ),
     "loads": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _loads, strict=True),
     "loads of a run": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _resumed_loads),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ import torch
 from fusedmoe.cli import doctor
 from fusedmoe.cli.main import main
 from fusedmoe.comm.one_sided import heaps
+from fusedmoe.files import CACHE, write_cache_file
+from fusedmoe.schedule.cost import CostModel, Line
 from tests.lifetime import left_in_shared_memory
 
 NAMES = ["gloo", "nccl", "host", "symm", "nvshmem"]
@@ -77,12 +80,42 @@ def test_doctor_json_has_every_section_and_transport(
     """Stdout contains only JSON, also from native code."""
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert list(found) == ["host", "versions", "gpus", "shared_memory", "transports", "warnings"]
+    sections = ["host", "versions", "gpus", "cpu", "cache", "shared_memory", "transports", "warnings"]
+    assert list(found) == sections
     assert found["versions"]["torch"] == torch.__version__
     assert (found["shared_memory"] is None) != torch.cuda.is_available()
     assert [one["name"] for one in found["transports"]] == NAMES
     for one in found["transports"]:
         assert one["works"] == (not one["reason"]) and one["kind"] in ("collectives", "symmetric memory")
+
+
+def test_doctor_lists_processors_and_measured_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Damaged files, and files of other kinds, are left out."""
+    fake_transports(monkeypatch)
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["doctor"]) == 0
+    found = parse_rows(capsys.readouterr().out)
+    assert found["none"] == ["measure them with fusedmoe profile", "", ""]
+    assert found["CPU cores"] == [str(os.cpu_count())] and found["cache folder"] == [str(tmp_path)]
+    assert found["threads of torch"] == [f"{torch.get_num_threads()} (OMP_NUM_THREADS 3)"]
+    lines = {"gemm": Line(1e-5, 1e-12, 0.99), "copy": Line(1e-5, 1e-10, 0.58)}
+    for number in range(10):
+        path = tmp_path / f"costs-{number}.json"
+        write_cache_file(path, CostModel(lines, machine=f"[{number}] ranks").to_json())
+        os.utime(path, (time.time() - 3600 * (number + 2),) * 2)
+    (tmp_path / "costs-x.json").write_text("{}")
+    (tmp_path / "plan-y.json").write_text("{}")
+    assert main(["doctor"]) == 0
+    found = parse_rows(capsys.readouterr().out)
+    assert found["costs-0.json"] == ["[0] ranks", "2 h", "0.58 (copy)"] and "costs-8.json" not in found
+    assert "2 older files" in found
+    assert main(["doctor", "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)["cache"]["costs"]
+    assert [file["file"] for file in costs] == [f"costs-{number}.json" for number in range(10)]
+    assert (costs[0]["worst_line"], costs[0]["worst_r2"]) == ("copy", 0.58)
 
 
 def test_failed_probe_is_reported_and_others_continue(

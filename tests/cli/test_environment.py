@@ -187,3 +187,10 @@ def test_entry_points_reject_invalid_variables_in_one_line(arguments: list[str])
     assert ended.returncode != 0
     assert "='abc' in the environment must be " in ended.stderr.splitlines()[-1]
     assert arguments[0] == "-c" or len(ended.stderr.splitlines()) == 1
+
+
+def test_printed_command_starts_no_more_ranks_than_the_topology_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topology over a part of the ranks, such as a pipeline stage, may be smaller than a node."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "--nproc-per-node 2 --standalone" in environment.launch_command(2, "profile")
+    assert "--nproc-per-node 4 --nnodes 2" in environment.launch_command(8, "profile")

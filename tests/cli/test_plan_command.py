@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import step_costs
+from fusedmoe.cli.step_plans import step_costs, step_workload
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
+from fusedmoe.schedule.cost import Observed, Sample
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
@@ -98,6 +100,26 @@ def test_plan_with_poorly_fitted_costs_names_the_fits(capsys: pytest.CaptureFixt
     assert main(["plan", *MODEL, *flags]) == 0
     out = capsys.readouterr().out
     assert "poor fits: all-reduce/dp (r² 0.40). Predictions may be wrong" in out and "profile --again" in out
+
+
+def test_plan_names_costs_outside_the_measured_range(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A small layer extrapolates start-up times; task times measured in its own steps replace the lines."""
+    ranges = {"gemm": (2.0**24, 2e10), "all-to-all/ep": (2.0**13, 2.5e7), "all-gather/esp": (2.0**13, 2.5e7)}
+    costs = replace(TESTBEDS["B"].costs, ranges=ranges)
+    path = tmp_path / "costs.json"
+    path.write_text(costs.to_json())
+    small = ["--model-dim", "64", "--hidden", "64", "--heads", "4", "--batch", "1", "--seq-len", "64", "--layers", "1"]
+    flags = ["--costs", str(path), "--ranks", "4", "--ranks-per-node", "2", "--schedule", "fsmoe"]
+    assert main(["plan", *small, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "costs outside the measured range: gemm of 262 kFLOP and " in out and "run fusedmoe trace first" in out
+    assert "(measured 16.8 MFLOP to 20 GFLOP)" in out and "all-to-all/ep of" not in out
+    shapes = step_workload(Settings().changed({"model.model_dim": 64, "model.hidden": 64}), 2, 2, 2).shapes
+    path.write_text(replace(costs, observed={shapes: Observed({Sample("expert", "forward"): 1e-3})}).to_json())
+    assert main(["plan", *small, *flags]) == 0
+    assert "outside the measured range" not in capsys.readouterr().out
+    assert main(["plan", "--model-dim", "1024", *flags]) == 0
+    assert "outside the measured range" not in capsys.readouterr().out
 
 
 def test_plan_prints_tables_of_layers_and_policies(capsys: pytest.CaptureFixture[str]) -> None:

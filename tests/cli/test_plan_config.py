@@ -84,6 +84,17 @@ def test_flags_override_the_file(small: str, capsys: pytest.CaptureFixture[str])
     assert given["answer"]["layouts_compared"] == 0 and given["layout"]["mp"] == 1
 
 
+def test_vocabulary_of_the_file_may_be_smaller_than_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The models that the command trains read bytes; a job of another framework has its own symbols."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(SMALL | {"vocab_size": 64}))
+    data = planned(capsys, "--config", str(path), "--machine", "dgx-h100", "--ranks", "8", "--seq-len", "64")
+    assert data["model"]["vocab_size"] == 64
+    for command in (["plan", "--testbed", "B"], ["train", "--run-dir", str(tmp_path / "run")], ["trace"]):
+        assert main([*command, "--vocab-size", "64"]) == 2
+        assert "vocab_size = 64 is smaller than the 256 bytes" in capsys.readouterr().err
+
+
 def test_overlap_is_left_off_if_it_gains_less_than_the_error(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On one node with tiny batches, start-up times leave nothing to gain."""
     flags = ("--machine", "dgx-h100", "--ranks", "8", "--ep", "8", "--esp", "1", "--mp", "1", "--seq-len", "16")
@@ -158,9 +169,9 @@ def test_machine_at_the_ends_of_its_figures_encloses_the_machine() -> None:
 
 def test_settings_of_earlier_versions_are_read() -> None:
     new = ("head_dim", "vocab_size", "dense_layers", "dense_hidden", "q_rank", "kv_rank", "rope_dim", "value_dim")
-    data = Settings(named_model("Mixtral-7B")).to_json()
+    data = Settings(named_model("Mixtral-7B")).to_dict()
     for field in new:
         del data["model"][field]
-    read = Settings.from_json(data)
+    read = Settings.from_dict(data)
     assert read == Settings(named_model("Mixtral-7B")) and read.model.head_size == 128
     assert ModelConfig(**data["model"]).vocabulary == 256

@@ -27,14 +27,14 @@ def test_settings_json_round_trip() -> None:
     settings = Settings(
         model=ModelConfig(gate="deepseek_v3", gate_options={"groups": 2}, capacity_factor=None), ep=2, data="x"
     )
-    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
 
 
 def test_unknown_settings_in_json_are_rejected() -> None:
-    data = Settings().to_json()
+    data = Settings().to_dict()
     data["model"]["flavour"] = data["colour"] = 1
     with pytest.raises(ConfigError, match=r"colour, model\.flavour"):
-        Settings.from_json(data)
+        Settings.from_dict(data)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_unknown_settings_in_json_are_rejected() -> None:
     ],
 )
 def test_run_config_with_wrong_value_type_is_rejected(tmp_path: Path, name: str, value: Any) -> None:
-    data = Settings().to_json()
+    data = Settings().to_dict()
     holder = data["model"] if name.startswith("model.") else data
     holder[name.removeprefix("model.")] = value
     (tmp_path / "config.json").write_text(json.dumps({"settings": data}))

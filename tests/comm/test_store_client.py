@@ -186,7 +186,7 @@ def test_late_request_error_keeps_no_reference_to_caller(blocked_store: threadin
 
     store = dist.HashStore()
     board = Board(store, 3)
-    assert board._request(breaks, 0.05) is None
+    assert board._call_store(breaks, 0.05) is None
     gone = weakref.ref(board)
     blocked_store.set()
     del board, store

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 
 from fusedmoe.graph import GraphBackend
-from fusedmoe.graph.chunk_rows import IrregularAllToAlls
+from fusedmoe.graph.chunk_rows import PaddingFreeAllToAlls
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, largest_difference, train
 from tests.marks import slowly
@@ -42,7 +42,7 @@ def exchange(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, 
     want = torch.empty_like(x, memory_format=torch.contiguous_format)
     # Gloo's collectives do not cover every dtype; bytes avoid that.
     dist.all_to_all_single(want.view(torch.uint8), x.contiguous().view(torch.uint8), share, share)
-    irregular = IrregularAllToAlls()
+    irregular = PaddingFreeAllToAlls()
     got = irregular.wait(irregular.start(x, world, dist.group.WORLD.group_name))
     assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
     assert torch.equal(got.view(BITS[dtype]), want.view(BITS[dtype]))
@@ -151,5 +151,5 @@ def test_complex_rows_stay_regular(dtype: torch.dtype, stays: bool) -> None:
     start = torch.ops._c10d_functional.all_to_all_single.default
     wait = torch.ops._c10d_functional.wait_tensor.default
     graph.output(graph.call_function(wait, (graph.call_function(start, (x_SM, [2, 2], [2, 2], "group")),)))
-    IrregularAllToAlls().apply_to(graph)
+    PaddingFreeAllToAlls().replace_in(graph)
     assert (start in {node.target for node in graph.nodes}) == stays

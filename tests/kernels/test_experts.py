@@ -26,8 +26,8 @@ from tests.marks import slowly
 from tests.memory import PeakMemory
 
 
-def make_weights(experts: int, dim: int, hidden: int, halves: int, bias: str, dtype: torch.dtype) -> Weights:
-    up = (experts, 2, hidden) if halves == 2 else (experts, hidden)
+def make_weights(experts: int, dim: int, hidden: int, num_projections: int, bias: str, dtype: torch.dtype) -> Weights:
+    up = (experts, 2, hidden) if num_projections == 2 else (experts, hidden)
     start, columns = (0, dim) if bias == "full" else (dim // 3, dim - dim // 3 - 1)
     return Weights(
         (torch.randn(*up, dim) / dim**0.5).to(dtype),
@@ -104,7 +104,7 @@ def test_experts_equal_loop_for_every_activation(name: str, bias: str, weighted:
     layout = build_layout(torch.stack([torch.randperm(4)[:2] for _ in range(21)]), 4, capacity=9)
     x_SM, dy_SM = torch.randn(21, 10).double(), torch.randn(21, 10).double()
     weight_N = torch.rand(layout.rows).double() if weighted else None
-    weights = make_weights(4, 10, 6, ACTIVATIONS[name].halves, bias, torch.float64)
+    weights = make_weights(4, 10, 6, ACTIVATIONS[name].num_projections, bias, torch.float64)
     case = (x_SM, dy_SM, layout, weight_N, weights, name)
     compare(compute(*case), define(*case), 1e-13)
 
@@ -161,7 +161,7 @@ def test_requested_gradients_are_bitwise_equal_to_all(
 ) -> None:
     monkeypatch.setattr(experts, "_BLOCK_ROWS", 4)
     layout = build_layout(torch.stack([torch.randperm(4)[:2] for _ in range(14)]), 5)
-    weights = make_weights(5, 10, 6, ACTIVATIONS[name].halves, bias, dtype)
+    weights = make_weights(5, 10, 6, ACTIVATIONS[name].num_projections, bias, dtype)
     x_SM, dy_SM = torch.randn(28, 10).to(dtype)[::2], torch.randn(10, 14).to(dtype).t()
     weight_N, activation = torch.rand(layout.rows) if weighted else None, ACTIVATIONS[name]
     _, h_NH = experts_forward(x_SM, layout, weight_N, weights, activation)

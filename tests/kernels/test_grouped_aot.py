@@ -159,7 +159,7 @@ def run(
             up.up(call, empty(ROWS, depth), Weights(w1, w2, b1), activation, wait)
         else:
             weight_N = empty(ROWS, dtype=torch.float32) if variant.extra else None
-            h = empty(ROWS, activation.halves * columns)
+            h = empty(ROWS, activation.num_projections * columns)
             dhidden.dhidden(call, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation, wait=wait)
     elif operation in ("down", "dinput"):
         transposed = operation == "down"

@@ -23,7 +23,7 @@ from fusedmoe.kernels.triton.grouped.autotune import untuned_choice
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.dweight import dweight
 from fusedmoe.kernels.triton.grouped.up import up
-from fusedmoe.kernels.triton.jit import with_fences
+from fusedmoe.kernels.triton.jit import insert_fences
 from tests.kernels.aot import ROOT
 
 compiles = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
@@ -60,12 +60,12 @@ def code(*lines: str) -> str:
 )
 def test_missing_fence_is_detected_and_inserted(lines: tuple[str, ...], bad: bool) -> None:
     assert bool(unfenced(code(*lines))) == bad
-    assert not unfenced(with_fences(code(*lines)))
+    assert not unfenced(insert_fences(code(*lines)))
 
 
 def test_code_without_wgmma_is_unchanged() -> None:
     text = code(COPY, COMMIT, WAIT, BARRIER, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1};")
-    assert with_fences(text) == text and not unfenced(text)
+    assert insert_fences(text) == text and not unfenced(text)
 
 
 def test_unrecognized_wgmma_raises() -> None:
@@ -111,7 +111,7 @@ def test_compiled_kernels_contain_fence(target: int) -> None:
         without = re.sub(r"^\s*fence\.proxy\.async\S*;\n", "", done.found, flags=re.M)
         assert without != done.found and "cp.async.wait_group" in without
         assert not unfenced(done.found) and unfenced(without)
-        assert not unfenced(with_fences(without))
+        assert not unfenced(insert_fences(without))
 
 
 FORGETTING = """

@@ -90,7 +90,7 @@ def test_every_row_is_received_once(seed: int, peers: int, local: int, degree: i
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.booleans())
-def test_regrouped_chunks_index_same_rows(
+def test_rechunked_chunks_index_same_rows(
     seed: int, peers: int, local: int, degree: int, other: int, drops: bool
 ) -> None:
     """Tokens are in send order for both chunk counts, and each row's index in the other chunking is correct."""

@@ -1,4 +1,4 @@
-"""Chunks of rows and micro-batches, regrouping of saved rows, and the worked examples of layouts."""
+"""Chunks of rows and micro-batches, rechunking of saved rows, and the worked examples of layouts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def chunk_order(counts_G: np.ndarray, degree: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_saved_rows_regroup_to_other_chunk_count(seed: int) -> None:
-    """Regroup segments of any sizes from one chunk count to another: each row is copied to its position."""
+def test_saved_rows_rechunk_to_other_count(seed: int) -> None:
+    """Rechunk segments of any sizes: each row is copied to its position."""
     draw = torch.Generator().manual_seed(seed)
     counts_G = torch.randint(0, 9 if seed % 2 else 90, (seed % 7,), generator=draw)
     before, after = (int(n) for n in torch.randint(1, 9, (2,), generator=draw))

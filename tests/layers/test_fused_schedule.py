@@ -69,17 +69,17 @@ def test_measured_times_select_chunks_of_each_pass(where: tuple[Workload, tuple[
         }
         rows = rng.choice((None, workload.rows / 2))
         costs = replace(slow, lines=lines, observed={workload.shapes: Observed(ran, rows)})
-        limit, can_regroup = rng.choice((1, 4, 8)), rng.choice((True, False))
+        limit, can_rechunk = rng.choice((1, 4, 8)), rng.choice((True, False))
         share = 1 if rows is None else 2
         took = {
             (there.chunks, back.chunks): share * (ran[there] + ran[back]) + copy_s * (there.chunks != back.chunks)
             for there in ran
             for back in ran
             if (there.phase, back.phase) == PHASES and max(there.chunks, back.chunks) <= limit
-            if can_regroup or there.chunks == back.chunks
+            if can_rechunk or there.chunks == back.chunks
         }
         schedule = Schedule("joint", costs=costs, limit=limit, puts=True)
-        plans = schedule.plans((*parts, kind), workload, can_regroup=can_regroup)
+        plans = schedule.plans((*parts, kind), workload, can_rechunk=can_rechunk)
         found = len(plans.forward), len(plans.backward)
         assert {task.kind for plan in (plans.forward, plans.backward) for task in plan} == {kind}
         assert found == (min(took, key=took.__getitem__) if took else (1, 1))

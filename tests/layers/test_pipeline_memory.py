@@ -104,7 +104,7 @@ def test_peak_memory_is_within_bound(split: StepSplit, monkeypatch: pytest.Monke
     row = FLOAT * (4 * M + 2 * H)
     allowed = ROWS // min(split.forward, split.backward) * row
     if split.forward != split.backward:
-        allowed += ROWS * FLOAT * (M + H)  # one layer's rows and pre-activations, regrouped
+        allowed += ROWS * FLOAT * (M + H)  # one layer's rows and pre-activations, rechunked
     if split.weights:
         allowed += max_pending_weight_gradients(plans.backward) * ROWS // split.backward * FLOAT * (2 * M + 2 * H)
     assert plain < found <= plain + allowed + LAYERS * 5 * ROWS * INDEX

@@ -84,7 +84,7 @@ def test_unknown_model_error_lists_names() -> None:
         ({"shared_hidden": -1}, "shared_hidden"),
         ({"dense_layers": -1}, "dense_layers"),
         ({"head_dim": 15}, "even head dim"),
-        ({"vocab_size": 255}, "vocab_size"),
+        ({"vocab_size": 0}, "vocab_size"),
     ],
 )
 def test_invalid_dimensions_raise(changes: dict[str, Any], message: str) -> None:

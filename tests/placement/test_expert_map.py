@@ -64,7 +64,7 @@ def check_map(found: ExpertMap, counts_WE: np.ndarray, placement: Placement, rep
 
 def least_busiest(counts_E: np.ndarray, placement: Placement, replicas: int) -> int:
     """Try every placement of at most `replicas` per rank; by Hall's theorem, over all sets of ranks."""
-    ranks, experts = placement.ranks, range(placement.experts)
+    ranks, experts = placement.num_ranks, range(placement.experts)
     per_rank = [
         [set(new) for n in range(replicas + 1) for new in itertools.combinations(experts, n)] for _ in range(ranks)
     ]
@@ -92,7 +92,7 @@ def check_small_cases(seeds: range) -> None:
         counts_WE, placement, per_node, replicas = draw_case(seed, (3, 4))
         replicas = min(replicas, 1)
         least = least_busiest(counts_WE.sum(0), placement, replicas)
-        most_owned = max(np.bincount(placement.owners, minlength=placement.ranks))
+        most_owned = max(np.bincount(placement.owners, minlength=placement.num_ranks))
         for exact in (False, True):
             found = balance_experts(counts_WE, placement, replicas=replicas, ranks_per_node=per_node, exact=exact)
             assert least <= found.balance.max_rank_rows <= (1 + most_owned / max(replicas, 1)) * least

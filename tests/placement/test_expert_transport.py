@@ -16,7 +16,7 @@ from bench.placement.baselines import predicted_volume
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.placement.expert_transport import SparseCollectives
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import gather_transfers, link_bytes, reduce_transfers
 from tests.cluster import Cluster
 from tests.marks import slowly
@@ -38,7 +38,7 @@ def random_placement(draw: random.Random, ranks: int, experts: int) -> Placement
 
 def random_subset_of_replicas(draw: random.Random, placement: Placement) -> Placement:
     kept = tuple(tuple(rank for rank in of if draw.random() < 0.5) for of in placement.replicas)
-    return Placement(placement.ranks, placement.owners, kept)
+    return Placement(placement.num_ranks, placement.owners, kept)
 
 
 def random_parameters(expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ def exchange_random_placements(
     moved = 0
     for seed in range(seeds):
         draw = random.Random(seed)
-        nodes = Nodes(world, draw.choice([n for n in (1, 2, 4) if world % n == 0]))
+        node_layout = NodeLayout(world, draw.choice([n for n in (1, 2, 4) if world % n == 0]))
         dtype = draw.choice(dtypes)
         after = random_placement(draw, world, draw.randint(1, 7))
         before = random_subset_of_replicas(draw, after)
@@ -90,7 +90,7 @@ def exchange_random_placements(
         for expert in set(experts_on_rank(before, rank)):
             for table, value in zip(tables, random_parameters(expert, dtype, shapes), strict=True):
                 table[rows[expert]] = value
-        transfers = gather_transfers(before, after, nodes)
+        transfers = gather_transfers(before, after, node_layout)
         work = sparse.gather(transfers, rows, tables)
         assert work.wait() == []
         for expert in held:
@@ -98,11 +98,11 @@ def exchange_random_placements(
                 assert torch.equal(table[rows[expert]], value), (seed, expert)
         bytes_ = sum(value.nbytes for value in random_parameters(0, dtype, shapes))
         assert work.sent_bytes == bytes_ * sum(one.source == rank for one in transfers)
-        counted = link_bytes(transfers, nodes, bytes_)
-        assert counted.total == predicted_volume(before, after, nodes, bytes_).total
+        counted = link_bytes(transfers, node_layout, bytes_)
+        assert counted.total == predicted_volume(before, after, node_layout, bytes_).total
         assert work.sent_bytes == counted.inter_sent_W[rank] + counted.intra_sent_W[rank]
 
-        whole = gather_transfers(after.sharding, after, nodes)
+        whole = gather_transfers(after.sharding, after, node_layout)
         grads = [table.clone() for table in tables]
         for expert in held:
             for grad, value in zip(grads, random_gradients(rank, expert, dtype, shapes), strict=True):
@@ -141,7 +141,7 @@ def run_concurrent_exchanges(rank: int, world: int) -> list[torch.Tensor]:
     topology = Topology.from_sizes(ep=world, timeout_s=30.0)
     sparse = SparseCollectives(topology.duplicate_group(topology.ep, "experts"))
     everywhere = Placement(world, (0,), (tuple(range(1, world)),))
-    back = reduce_transfers(gather_transfers(everywhere.sharding, everywhere, Nodes(world, 2)))
+    back = reduce_transfers(gather_transfers(everywhere.sharding, everywhere, NodeLayout(world, 2)))
     works = []
     for number in range(8):
         grads = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(10 * rank + number % 2))]
@@ -167,7 +167,7 @@ def gather_without_peer(rank: int, world: int, told: Path) -> str:
             time.sleep(0.05)
         return "did not come"
     both = Placement(2, (0,), ((1,),))
-    work = sparse.gather(gather_transfers(both.sharding, both, Nodes(2, 1)), {0: 0}, [torch.ones(1, 4)])
+    work = sparse.gather(gather_transfers(both.sharding, both, NodeLayout(2, 1)), {0: 0}, [torch.ones(1, 4)])
     with pytest.raises(RankError) as caught:
         work.wait()
     told.touch()
@@ -187,7 +187,7 @@ def fail_in_first_of_two_exchanges(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world)
     sparse = SparseCollectives(topology.duplicate_group(topology.ep, "experts"))
     both = Placement(2, (0,), ((1,),))
-    transfers, tables = gather_transfers(both.sharding, both, Nodes(2, 1)), [torch.ones(1, 4)]
+    transfers, tables = gather_transfers(both.sharding, both, NodeLayout(2, 1)), [torch.ones(1, 4)]
 
     @contextmanager
     def fails():
@@ -215,6 +215,6 @@ def test_empty_exchange_needs_no_peers():
     """A world of one needs no process group; an empty transfer needs no peers."""
     sparse = SparseCollectives(Topology().ep)
     alone = Placement(1, (0, 0))
-    work = sparse.gather(gather_transfers(alone, alone, Nodes(1, 1)), {0: 0, 1: 1}, [torch.ones(2, 3)])
+    work = sparse.gather(gather_transfers(alone, alone, NodeLayout(1, 1)), {0: 0, 1: 1}, [torch.ones(2, 3)])
     assert work.wait() == [] and work.sent_bytes == 0
-    np.testing.assert_array_equal(predicted_volume(alone, alone, Nodes(1, 1), 8), (0, 0, 0))
+    np.testing.assert_array_equal(predicted_volume(alone, alone, NodeLayout(1, 1), 8), (0, 0, 0))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from tests.placement.placements import MATERIALISED, SHARDING, situations
 
 
@@ -24,8 +24,8 @@ def test_parse_inverts_str(case):
 @settings(deadline=None)
 @given(situations())
 def test_each_expert_has_one_owner(case):
-    placement, _, nodes = case
-    owned = [expert for rank in range(nodes.ranks) for expert in placement.owned(rank)]
+    placement, _, node_layout = case
+    owned = [expert for rank in range(node_layout.num_ranks) for expert in placement.owned(rank)]
     assert sorted(owned) == list(range(placement.experts))
     assert placement.sharding.is_within(placement) and placement.is_within(placement)
     assert placement.extra_W().sum() == placement.holds_EW.sum() - placement.experts
@@ -71,7 +71,7 @@ def test_constructors_reject_invalid_ranks():
         Placement(4, (0, 1), ((1,),))
     for ranks, per_node in ((4, 3), (0, 1), (4, 0), (2, 4)):
         with pytest.raises(ConfigError, match="multiple"):
-            Nodes(ranks, per_node)
+            NodeLayout(ranks, per_node)
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import calibrate, exposed_gather_s, materialise
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import (
     PlacementCosts,
     Transfer,
@@ -27,15 +27,15 @@ from tests.placement.placements import MATERIALISED, NODES, situations
 @settings(deadline=None)
 @given(situations())
 def test_dispatch_equals_definition(case):
-    placement, tokens_WE, nodes = case
-    sent_WEV = split_tokens(tokens_WE, placement, nodes)
+    placement, tokens_WE, node_layout = case
+    sent_WEV = split_tokens(tokens_WE, placement, node_layout)
     assert sent_WEV.dtype == np.int64 and (sent_WEV >= 0).all()
     np.testing.assert_array_equal(sent_WEV.sum(axis=2), tokens_WE)
     for expert in range(placement.experts):
         copies = {placement.owners[expert], *placement.replicas[expert]}
         pools: dict[frozenset[int], np.ndarray] = {}
-        for rank in range(nodes.ranks):
-            near = {copy for copy in copies if nodes.of(copy) == nodes.of(rank)}
+        for rank in range(node_layout.num_ranks):
+            near = {copy for copy in copies if node_layout.of(copy) == node_layout.of(rank)}
             allowed = {rank} if rank in copies else near or copies
             sent_V = sent_WEV[rank, expert]
             assert set(np.flatnonzero(sent_V).tolist()) <= allowed
@@ -61,16 +61,16 @@ def test_dispatch_prefers_local_replicas():
 def test_remainders_continue_after_previous_rank():
     # Ranks 2 to 7 have no replica on their nodes: one token each, over ranks 0 and 1.
     placement = Placement(8, (0,), ((1,),))
-    sent_WEV = split_tokens([[1]] * 8, placement, Nodes(8, 2))
+    sent_WEV = split_tokens([[1]] * 8, placement, NodeLayout(8, 2))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [4, 4, 0, 0, 0, 0, 0, 0]
-    sent_WEV = split_tokens([[0], [0], [3], [0], [2], [0], [0], [0]], placement, Nodes(8, 2))
+    sent_WEV = split_tokens([[0], [0], [3], [0], [2], [0], [0], [0]], placement, NodeLayout(8, 2))
     assert sent_WEV[2, 0].tolist()[:2] == [2, 1] and sent_WEV[4, 0].tolist()[:2] == [1, 1]
 
 
 def test_replicas_on_one_node_share_local_and_remote_rows():
-    sent_WEV = split_tokens([[0], [0], [1], [1], [1], [1]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
+    sent_WEV = split_tokens([[0], [0], [1], [1], [1], [1]], Placement(6, (0,), ((1,),)), NodeLayout(6, 3))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [2, 2, 0, 0, 0, 0]
-    sent_WEV = split_tokens([[0], [0], [1], [1], [0], [0]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
+    sent_WEV = split_tokens([[0], [0], [1], [1], [0], [0]], Placement(6, (0,), ((1,),)), NodeLayout(6, 3))
     assert sent_WEV.sum(axis=(0, 1)).tolist() == [1, 1, 0, 0, 0, 0]
 
 
@@ -97,14 +97,14 @@ COSTS = PlacementCosts(
 @settings(deadline=None)
 @given(situations())
 def test_load_by_definition(case):
-    placement, tokens_WE, nodes = case
-    found = placement_load(tokens_WE, placement, nodes)
-    sent_WEV = split_tokens(tokens_WE, placement, nodes)
-    inter, intra = np.zeros((2, nodes.ranks), int), np.zeros((2, nodes.ranks), int)
-    for source in range(nodes.ranks):
-        for target in range(nodes.ranks):
+    placement, tokens_WE, node_layout = case
+    found = placement_load(tokens_WE, placement, node_layout)
+    sent_WEV = split_tokens(tokens_WE, placement, node_layout)
+    inter, intra = np.zeros((2, node_layout.num_ranks), int), np.zeros((2, node_layout.num_ranks), int)
+    for source in range(node_layout.num_ranks):
+        for target in range(node_layout.num_ranks):
             if source != target:
-                kind = intra if nodes.of(source) == nodes.of(target) else inter
+                kind = intra if node_layout.of(source) == node_layout.of(target) else inter
                 kind[0, source] += sent_WEV[source, :, target].sum()
                 kind[1, target] += sent_WEV[source, :, target].sum()
     assert found.work_W.tolist() == sent_WEV.sum(axis=(0, 1)).tolist()
@@ -116,12 +116,12 @@ def test_load_by_definition(case):
 
 def test_layer_time_of_worked_example():
     # All four ranks send 3 tokens to rank 0: 6 from the other node, 3 from its own.
-    found = placement_load([[3]] * 4, Placement(4, (0,)), Nodes(4, 2))
+    found = placement_load([[3]] * 4, Placement(4, (0,)), NodeLayout(4, 2))
     assert found.work_W.tolist() == [12, 0, 0, 0]
     assert (found.max_inter, found.max_intra) == (6, 3)
     assert exchange_s(found, COSTS) == 4 * 6 * 10 / 10 and layer_s(found, COSTS) == 24 + 12
-    assert transfers_s([Transfer(0, 0, 2, 0), Transfer(1, 0, 1, 0)], Nodes(4, 2), COSTS, 100) == 10.0
-    assert transfers_s([], Nodes(4, 2), COSTS, 100) == 0.0
+    assert transfers_s([Transfer(0, 0, 2, 0), Transfer(1, 0, 1, 0)], NodeLayout(4, 2), COSTS, 100) == 10.0
+    assert transfers_s([], NodeLayout(4, 2), COSTS, 100) == 0.0
 
 
 def test_placement_costs_reject_invalid_values():
@@ -133,33 +133,33 @@ def test_placement_costs_reject_invalid_values():
 @settings(deadline=None)
 @given(situations(), st.integers(0, 4))
 def test_calibrate_reduces_time_or_keeps_placement(case, m):
-    placement, tokens_WE, nodes = case
-    after = calibrate(placement, tokens_WE, nodes, m, COSTS)
+    placement, tokens_WE, node_layout = case
+    after = calibrate(placement, tokens_WE, node_layout, m, COSTS)
     assert placement.is_within(after)
     assert (after.extra_W() <= np.maximum(m, placement.extra_W())).all()
     if after != placement:
-        before_s, after_s = (layer_s(placement_load(tokens_WE, one, nodes), COSTS) for one in (placement, after))
-        assert after_s + exposed_gather_s(placement, after, nodes, COSTS) < before_s
+        before_s, after_s = (layer_s(placement_load(tokens_WE, one, node_layout), COSTS) for one in (placement, after))
+        assert after_s + exposed_gather_s(placement, after, node_layout, COSTS) < before_s
 
 
 def test_calibrate_adds_unpredicted_hot_expert():
-    nodes, even = Nodes(4, 2), Placement.even(4, 8)
+    node_layout, even = NodeLayout(4, 2), Placement.even(4, 8)
     tokens_WE = np.ones((4, 8), dtype=int)
     tokens_WE[:, 6] = 200  # not predicted
-    predicted = materialise(even, [90, 1, 50, 1, 1, 1, 1, 1], nodes, 2, 1)
-    after = calibrate(predicted, tokens_WE, nodes, 2, COSTS)
+    predicted = materialise(even, [90, 1, 50, 1, 1, 1, 1, 1], node_layout, 2, 1)
+    after = calibrate(predicted, tokens_WE, node_layout, 2, COSTS)
     assert (
         predicted.extra_W().tolist() == [1, 1, 1, 1]
         and after.replicas[6] == (0, 1, 2)
         and after.replicas[0] == predicted.replicas[0]
     )
     slow = replace(COSTS, expert_bytes=10**6)
-    assert calibrate(predicted, tokens_WE, nodes, 2, slow) == predicted, "its own communication counts"
-    assert calibrate(predicted, tokens_WE, nodes, 1, COSTS) == predicted, "no memory is left"
+    assert calibrate(predicted, tokens_WE, node_layout, 2, slow) == predicted, "its own communication counts"
+    assert calibrate(predicted, tokens_WE, node_layout, 1, COSTS) == predicted, "no memory is left"
 
 
 def test_gather_time_includes_backward():
-    even, nodes = Placement.even(4, 4), Nodes(4, 2)
-    after = materialise(even, [9, 0, 0, 0], nodes, 1, 1)
-    assert exposed_gather_s(even, after, nodes, COSTS) == 2 * 100 / 10.0
-    assert exposed_gather_s(even, even, nodes, COSTS) == 0.0
+    even, node_layout = Placement.even(4, 4), NodeLayout(4, 2)
+    after = materialise(even, [9, 0, 0, 0], node_layout, 1, 1)
+    assert exposed_gather_s(even, after, node_layout, COSTS) == 2 * 100 / 10.0
+    assert exposed_gather_s(even, even, node_layout, COSTS) == 0.0

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from bench.placement.baselines import predicted_volume
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import Transfer, chain_gathers, gather_transfers, link_bytes, reduce_transfers
-from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
+from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, node_layouts, placements
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[Placement, Placement, Nodes]:
+def pairs(draw: st.DrawFn) -> tuple[Placement, Placement, NodeLayout]:
     """Draw a placement and one within it, possibly with replicas."""
-    where = draw(nodes)
+    where = draw(node_layouts)
     after = draw(placements(where))
     keep = np.random.default_rng(draw(st.integers(0, 2**32))).random(after.holds_EW.shape) < draw(
         st.sampled_from((0, 0.4))
@@ -56,10 +56,10 @@ def run_reduce(after: Placement, transfers, gradient_EW: np.ndarray) -> np.ndarr
 @given(pairs(), st.integers(0, 2**32))
 def test_chained_gathers_equal_sequential_gathers(case, seed):
     """Two gathers merged into one hold both results, in no more steps, and gradients return along its edges."""
-    before, after, nodes = case
+    before, after, node_layout = case
     keep_EW = np.random.default_rng(seed).random(after.holds_EW.shape) < 0.5
     between = Placement.holding(after.owners, before.holds_EW | (after.holds_EW & keep_EW))
-    first, second = gather_transfers(before, between, nodes), gather_transfers(between, after, nodes)
+    first, second = gather_transfers(before, between, node_layout), gather_transfers(between, after, node_layout)
     both = chain_gathers(first, second)
     assert (run_gather(before, both) == after.holds_EW).all() and len(both) == len(first) + len(second)
     steps = [max((one.step for one in of), default=-1) + 1 for of in (both, first, second)]
@@ -148,7 +148,7 @@ def test_volume_tends_to_twice_lambda_s():
     for ranks in (2, 16, 256):
         sharding = Placement.even(ranks, 8)
         after = Placement.holding(sharding.owners, np.arange(8)[:, None] < np.full(ranks, 3))  # three experts are sent
-        total = 2 * predicted_volume(sharding, after, Nodes(ranks, 1), 100).total
+        total = 2 * predicted_volume(sharding, after, NodeLayout(ranks, 1), 100).total
         assert total / ranks == pytest.approx(2 * 3 * 100 * (ranks - 1) / ranks)
 
 
@@ -184,7 +184,7 @@ def test_arrivals_are_spread_over_node_ranks():
     """Four experts of node 0 for all ranks of node 1: each of its ranks receives one from outside."""
     sharding = Placement(8, (0, 1, 2, 3))
     after = Placement(8, (0, 1, 2, 3), ((4, 5, 6, 7),) * 4)
-    found = link_bytes(gather_transfers(sharding, after, Nodes(8, 4)), Nodes(8, 4), 1)
+    found = link_bytes(gather_transfers(sharding, after, NodeLayout(8, 4)), NodeLayout(8, 4), 1)
     assert found.inter_received_W.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -202,4 +202,4 @@ def test_gather_rejects_incompatible_placements():
         with pytest.raises(ConfigError, match="sparse all-gather"):
             gather_transfers(before, after, NODES)
     with pytest.raises(ConfigError, match="sparse all-gather"):
-        gather_transfers(SHARDING, MATERIALISED, Nodes(2, 2))
+        gather_transfers(SHARDING, MATERIALISED, NodeLayout(2, 2))

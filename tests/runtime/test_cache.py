@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,14 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from fusedmoe.cli.commands import PRODUCTS
 from fusedmoe.cli.main import make_parser
+from fusedmoe.comm.group import device_backend
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import default_store
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import write_cache_file
+from fusedmoe.layers.scheduled_exchange import shared_topology
 from fusedmoe.runtime import cache as module
 from fusedmoe.runtime.cache import (
     CACHE,
+    PRODUCT_DTYPES,
     cache_dir,
     cached_plans,
     cached_profile,
@@ -29,6 +36,7 @@ from fusedmoe.runtime.cache import (
     fingerprint,
     machine_facts,
     plan_path,
+    profile_command,
 )
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import Contention, CostModel, Line
@@ -38,6 +46,8 @@ from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policie
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
+from fusedmoe.tutel.impls.communicate import topology_of
+from tests.cli import on_ranks
 from tests.cluster import Cluster
 
 CPU = torch.device("cpu")
@@ -95,20 +105,97 @@ def test_poor_fit_warns_with_remedy(folder: Path, profiler: Profiler) -> None:
     assert len(profiler.asked) == 2
 
 
-def profile_command(rank: int, world: int) -> str:
-    return module._profile_command(Topology.from_sizes(ep=2, esp=2, ranks_per_node=2), torch.bfloat16)
+def test_end_of_a_measurement_is_printed_once(
+    folder: Path, profiler: Profiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def measure(topology: Topology, device: torch.device, *, show: Callable[[int, int], None], **rest: Any) -> Profile:
+        for now[0], done in ((3.0, 1), (17.0, 2)):
+            show(done, 3)
+        return profiler(topology, device, **rest)
+
+    monkeypatch.setattr(module, "profile", measure)
+    _, path = cached_profile(Topology(), CPU)
+    cached_profile(Topology(), CPU)
+    out, error = capsys.readouterr()
+    assert not out and error.splitlines()[-1] == f"fusedmoe: measured in 17 s, cached in {path}"
+    assert error.count("measured in") == 1
+
+
+def command_of_four_ranks(rank: int, world: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, "/a folder")
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        topology = Topology.from_sizes(ep=2, esp=2, ranks_per_node=2)
+        return profile_command(machine_facts(topology, CPU, torch.float16), CPU)
 
 
 def test_advice_on_poor_fits_is_a_whole_command(cluster: Cluster) -> None:
-    """The layout is part of the key under which the profile is cached."""
-    command = cluster.run(4, profile_command)[0]
+    """The layout, the dtype, the network and the threads are part of the key under which the profile is cached."""
+    command = cluster.run(4, command_of_four_ranks)[0]
     launch, _, flags = command.partition(" -m fusedmoe ")
-    assert launch == "torchrun --nproc-per-node 4 --standalone"
+    environment = f"{CACHE}='/a folder' GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1"
+    assert launch == f"{environment} torchrun --nproc-per-node 4 --standalone"
     parsed = vars(make_parser().parse_args(flags.split()))
     assert {name: parsed[name] for name in ("ranks_per_node", "ep", "esp", "mp")} == dict(
         ranks_per_node=2, ep=2, esp=2, mp=1
     )
-    assert parsed["again"] and parsed["budget"] == 60 and parsed["dtype"] == "bf16"
+    assert parsed["again"] and parsed["budget"] == 60 and parsed["device"] == "cpu" and not parsed["duplex"]
+    assert PRODUCT_DTYPES[parsed["products"]] == torch.float16 and tuple(PRODUCT_DTYPES) == PRODUCTS
+
+
+TOPOLOGIES: dict[str, Callable[[], Topology]] = {
+    "README": lambda: Topology.from_sizes(ep=2),
+    "duplex": lambda: Topology.from_sizes(ep=2, duplex=True),
+    "Hugging Face": lambda: shared_topology(dist.group.WORLD),
+    "Tutel": lambda: topology_of(None),
+}
+
+
+def warning_of_program(rank: int, world: int, folder: str, kind: str, backend: str | None) -> str:
+    """Return the warning about poor fits in a program that initialises torch.distributed with this backend."""
+    store = dist.PrefixStore(f"again with {backend}", default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setenv(CACHE, folder)
+        Profiler(patch).r2 = 0.5
+        warnings.simplefilter("always")
+        cached_profile(TOPOLOGIES[kind](), CPU)
+        return "".join(str(one.message) for one in caught)
+
+
+def run_printed_command(rank: int, world: int, folder: str, *flags: str) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        Profiler(patch)
+        return on_ranks.command(rank, world, folder, *flags)
+
+
+@pytest.mark.parametrize("kind", TOPOLOGIES)
+def test_printed_command_replaces_the_file_of_each_program(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """For `init_process_group()` and for a named backend: both use Gloo on CPUs."""
+    texts = [cluster.run(2, warning_of_program, str(tmp_path), kind, backend)[0] for backend in (None, "gloo")]
+    assert texts[0] == texts[1] and "are noisy" in texts[0]
+    (path,) = tmp_path.iterdir()
+    assert texts[0].startswith(f"{path}: ")
+    flags = texts[0].partition(" -m fusedmoe ")[2].split()
+    code, out, error = cluster.run(2, run_printed_command, str(tmp_path), *flags)[0]
+    assert code == 0 and list(tmp_path.iterdir()) == [path], error
+    profile = Profile.from_json(path.read_text())
+    assert profile.costs.line("gemm").r2 == 0.99 and ("gloo duplex," in profile.costs.machine) == (kind != "README")
+
+
+def test_backend_of_the_device_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config, name in (("cpu:gloo,cuda:nccl", "undefined"), ("cuda:nccl", "nccl"), ("cpu:gloo,cuda:gloo", "gloo")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda handle, config=config: config)
+        monkeypatch.setattr(dist, "get_backend", lambda handle, name=name: name)
+        on_gpu = "nccl" if "nccl" in config else "gloo"
+        handle: Any = object()
+        assert device_backend(handle, "cuda") == on_gpu
+        assert device_backend(handle, "cpu") == ("gloo" if "gloo" in config else "nccl")
 
 
 def test_each_dtype_has_its_own_cache_file(folder: Path, profiler: Profiler) -> None:

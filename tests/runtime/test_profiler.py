@@ -17,9 +17,19 @@ from scipy.optimize import lsq_linear
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import profiler as module
-from fusedmoe.runtime.profiler import ROUNDS, Profile, fit_nonnegative_line, line_names, profile, speed_fractions
+from fusedmoe.runtime.profiler import ROUNDS, Profile, line_names, profile
 from fusedmoe.runtime.recorder import span
-from fusedmoe.schedule.cost import LINES, MIN_BETA, NO_CONTENTION, Contention, CostModel, Durations, Line
+from fusedmoe.schedule.cost import (
+    LINES,
+    MIN_BETA,
+    NO_CONTENTION,
+    Contention,
+    CostModel,
+    Durations,
+    Line,
+    fit_nonnegative_line,
+    speed_fractions,
+)
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.task import Task, resources_of
@@ -159,10 +169,13 @@ def test_profile_recovers_known_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line.alpha_s == pytest.approx(FAST[name].alpha_s, rel=1e-6)
         assert line.beta_s == pytest.approx(FAST[name].beta_s, rel=1e-9)
         assert line.r2 == pytest.approx(1.0)
-    # The paper's ladders, five times.
+    # The paper's ladders and two small sizes, five times.
     sizes = {name: [n for n, _ in points] for name, points in found.points.items()}
-    assert sizes["all-to-all/ep"] == sizes["all-reduce/dp"] == [MIB * step for step in range(1, 25)]
-    assert sizes["gemm"] == [2 * 2**19 * 1024 * step for step in range(1, 13)]
+    small = [1 / 64, 1 / 4]
+    assert sizes["all-to-all/ep"] == sizes["all-reduce/dp"] == [MIB * step for step in (*small, *range(1, 25))]
+    sides = [(91, 90), (362, 362), (724, 724), *((512 * step, 1024) for step in range(2, 13))]
+    assert sizes["gemm"] == [2 * rows * side**2 for rows, side in sides]
+    assert found.costs.ranges == {name: (of[0], of[-1]) for name, of in sizes.items()}
     assert machine.calls.count(("all-to-all/ep", 24 * MIB)) == ROUNDS
     assert found.seconds == pytest.approx(machine.now_s) and found.seconds < 30
     assert shown[-1][0] == shown[-1][1] == len(shown)
@@ -176,8 +189,23 @@ def test_profile_respects_budget(monkeypatch: pytest.MonkeyPatch, slow: str, bud
     found = profile(Topology(), CPU, budget_s=budget_s, clock=machine.clock)
     assert machine.now_s == pytest.approx(found.seconds) and found.seconds < 1.1 * budget_s
     sizes = [n for n, _ in found.points[slow]]
-    assert 6 <= len(sizes) <= 24 and sizes[-1] == len(sizes) * sizes[0]
+    unit = sizes[-1] - sizes[-2]
+    assert 6 <= len(sizes) - 2 <= 24 and sizes[0] < unit / 4
     assert found.costs.line(slow).beta_s == pytest.approx(line.beta_s, rel=1e-6)
+
+
+def test_start_up_time_is_at_most_the_time_of_a_small_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large products may be slow, for example because they exceed caches; small layers must not inherit their line."""
+
+    class SlowWhenLarge(Machine):
+        def go(self, name: str, n: float) -> None:
+            super().go(name, n)
+            self.now_s += 8e-3 * (name == "gemm" and n >= 2**30)
+
+    found = profile(Topology(), CPU, clock=SlowWhenLarge(monkeypatch, FAST).clock)
+    (n, seconds), *_, (most, most_s) = found.points["gemm"]
+    line = found.costs.line("gemm")
+    assert n < 2e6 and line.alpha_s <= seconds and line.seconds(most) == pytest.approx(most_s, rel=0.2)
 
 
 def test_zero_budget_is_rejected() -> None:

@@ -48,6 +48,21 @@ def test_bar_on_a_terminal_estimates_from_a_tenth_of_the_work(done: int) -> None
     assert ("left" in console.export_text()) == (done == 10)
 
 
+@pytest.mark.parametrize("seconds", [1.0, 17.2])
+def test_end_of_shown_progress_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with ProgressBar("measuring", 30.0) as bar:
+        now[0] = seconds
+        bar.show(53, 100)
+        bar.finish("measured", ", cached in costs.json")
+    lines = capsys.readouterr().err.splitlines()
+    shown = ["fusedmoe: measuring: 53%, at most 0:30 in all", "fusedmoe: measured in 17 s, cached in costs.json"]
+    assert lines == (shown if seconds > 2 else [])
+
+
 def test_progress_without_terminal_prints_remaining_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

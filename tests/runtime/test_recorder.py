@@ -17,19 +17,16 @@ from fusedmoe.schedule.timeline import Span, align
 
 def test_spans_record_times_of_their_bodies():
     recorder = Recorder(rank=3)
-    before = recorder.now()
     with recorder.span("D", kind="dispatch", resource="inter", chunk=1, layer=2, phase="backward"):
         time.sleep(0.02)
-    between = recorder.now()
     with recorder.span("E", kind="expert"):
         pass
-    after = recorder.now()
     timeline = recorder.timeline()
     assert (timeline.rank, timeline.source) == (3, "measured")
     first, second = timeline.spans
     assert first[:3] == ("D", "dispatch", "inter") and first[5:] == (1, 2, "backward", ())
     assert second[:3] == ("E", "expert", "compute") and second[5:] == (None, None, None, ())
-    assert 0 <= before <= first.start_s and first.end_s <= between <= second.start_s and second.end_s <= after
+    assert 0 <= first.start_s < first.end_s <= second.start_s <= second.end_s
     assert first.duration_s >= 0.02
 
 
@@ -96,7 +93,6 @@ def test_clear_resets_time_and_discards_open_spans():
     recorder = Recorder()
     with recorder.span("old", kind="gate"):
         pass
-    recorder.add(Span("old", "combine", "inter", 0.0, 1.0))
     with recorder.span("open", kind="gate"):
         time.sleep(0.01)
         old_anchor_s = recorder.timeline().anchor_s
@@ -107,25 +103,6 @@ def test_clear_resets_time_and_discards_open_spans():
     assert [s.name for s in timeline.spans] == ["new"]
     assert 0 <= timeline.start_s < 0.01 + time.time() - timeline.anchor_s
     assert old_anchor_s + 0.009 < timeline.anchor_s <= time.time()
-
-
-def test_add_records_span_with_known_times():
-    recorder = Recorder()
-    start_s = recorder.now()
-    ended = threading.Event()
-    times = []
-
-    def finish() -> None:
-        time.sleep(0.01)
-        times.append(recorder.now())
-        ended.set()
-
-    threading.Thread(target=finish).start()
-    with recorder.span("E", kind="expert"):
-        ended.wait(10)
-    recorder.add(Span("D", "dispatch", "inter", start_s, times[0], chunk=0))
-    dispatch, expert = recorder.timeline().spans
-    assert dispatch.start_s <= expert.start_s and dispatch.end_s <= expert.end_s and dispatch.duration_s >= 0.01
 
 
 def test_threads_record_concurrently():

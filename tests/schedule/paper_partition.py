@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import differential_evolution
 
-from fusedmoe.schedule.passes import Partition
+from fusedmoe.schedule.passes import GradientPartition
 from fusedmoe.schedule.policies.fsmoe_plans import PassOption, _all_reduce_s
 from fusedmoe.schedule.step_costs import StepCosts
 
 
-def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition:
-    """Step 1 (F14): each place takes as many bytes as it hides, as early as possible. `of[l]`: the options of layer l.
+def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> GradientPartition:
+    """Step 1: each place takes as many bytes as it hides, as early as possible. `of[l]`: the options of layer l.
 
     Each bucket pays the start of an all-reduce: a place shorter than the start takes nothing.
     """
@@ -25,11 +25,13 @@ def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition
         ready -= middle[layer]
         beside[layer] = min(ready, costs.all_reduce.amount(costs.layers[layer].dense_total_s("backward")))
         ready += costs.layers[layer].gradient_bytes - beside[layer]
-    return Partition(tuple(middle), tuple(beside))
+    return GradientPartition(tuple(middle), tuple(beside))
 
 
-def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Partition, seed: int = 0) -> Partition:
-    """Step 2 (F15): move the rest of step 1 into the middles, where that shortens the sum of all passes.
+def spread_rest(
+    costs: StepCosts, of: Sequence[Sequence[PassOption]], first: GradientPartition, seed: int = 0
+) -> GradientPartition:
+    """Step 2: move the rest of step 1 into the middles, where that shortens the sum of all passes.
 
     Differential evolution over each middle's share of the available bytes, which satisfies the constraint by
     construction: in back-propagation order no place has taken more than was ready. Never worse than step 1.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
-from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
+from fusedmoe.schedule.passes import GradientPartition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
@@ -65,5 +65,5 @@ def random_plan(rng: random.Random, costs: StepCosts) -> Plan:
     def amounts() -> tuple[float, ...]:
         return tuple(rng.choice([0.0, rng.uniform(0, 5e7)]) for _ in costs.layers)
 
-    partition = Partition(amounts(), amounts())
+    partition = GradientPartition(amounts(), amounts())
     return step_plan(costs, passes(), passes(), partition, exposed=rng.random() < 0.3)

@@ -22,6 +22,8 @@ MODEL = CostModel(
     "here",
 )
 
+RANGED = replace(MODEL, ranges={"gemm": (1e6, 2e9)})
+
 
 def test_fit_recovers_exact_line():
     rng = random.Random()
@@ -62,6 +64,7 @@ def test_amount_is_zero_below_startup_time():
 def test_cost_model_json_round_trip():
     assert CostModel.from_json(MODEL.to_json()) == MODEL
     assert CostModel.from_json(replace(MODEL, tiled=True).to_json()) == replace(MODEL, tiled=True) != MODEL
+    assert CostModel.from_json(RANGED.to_json()) == RANGED != MODEL
     for testbed in TESTBEDS.values():
         assert CostModel.from_json(testbed.costs.to_json()) == testbed.costs
 
@@ -77,6 +80,8 @@ def test_cost_model_json_round_trip():
         (MODEL.to_json().replace("alpha_s", "alpha"), "missing or unknown field"),
         (MODEL.to_json().replace("0.7", "0"), "contention"),
         (MODEL.to_json().replace('"machine"', '"engine"'), "missing or unknown field"),
+        (RANGED.to_json().replace('"least"', '"first"'), "missing or unknown field"),
+        (RANGED.to_json().replace("2000000000.0", '"much"'), "invalid ranges"),
     ],
 )
 def test_from_json_rejects_invalid_cost_model(text, message):

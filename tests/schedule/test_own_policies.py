@@ -63,9 +63,9 @@ def test_function_is_accepted_as_layer_policy() -> None:
         assert str(schedule) == "by_rows" and "0x" not in repr(schedule)  # ranks compare it
 
 
-def test_no_regroup_requires_equal_degrees_of_both_passes() -> None:
+def test_no_rechunk_requires_equal_degrees_of_both_passes() -> None:
     with pytest.raises(ConfigError, match="policy by_rows has other chunks backward than forward"):
-        Schedule(by_rows, costs=MODEL).plans(KINDS, WORK, can_regroup=False)
+        Schedule(by_rows, costs=MODEL).plans(KINDS, WORK, can_rechunk=False)
 
 
 def test_registered_policy_is_available_by_name(mine: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,14 +8,14 @@ from itertools import product
 import pytest
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Line
-from fusedmoe.schedule.passes import Partition, choose_degree, three_queues
+from fusedmoe.schedule.passes import GradientPartition, choose_degree, three_queues
 from fusedmoe.schedule.policies.fsmoe_plans import PassOption, bucket_s, pass_options, search
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from tests.schedule.paper_partition import fill_free, spread_rest
 from tests.schedule.plans import ORDERS, random_costs
 
 
-def backward_s(costs: StepCosts, of, partition: Partition) -> float:
+def backward_s(costs: StepCosts, of, partition: GradientPartition) -> float:
     """Compute the backward pass by its definition; fail where a place has taken more bytes than were ready."""
     line, seconds, ready = costs.all_reduce, 0.0, 0.0
     for layer in reversed(range(len(of))):
@@ -58,14 +58,14 @@ def test_fill_free_of_worked_example():
     # Layer 1 hides 1 s in its middle: too short to start an all-reduce. Its dense part hides 3 s: 2,000 of the 4,000
     # bytes. Layer 0: 4 s, 3,000 of 2,000 + 6,000; then 3 s, 2,000. At the end 3,000 + 5,000: 9 s.
     partition = fill_free(costs, [found for _, found in layers])
-    assert partition == Partition((3000.0, 0.0, 0.0), (2000.0, 2000.0, 0.0))
+    assert partition == GradientPartition((3000.0, 0.0, 0.0), (2000.0, 2000.0, 0.0))
     assert backward_s(costs, [found for _, found in layers], partition) == 3 * 10 + 3 + 3 + 9 + 9
 
 
 def test_fill_free_takes_at_most_ready_bytes():
     layers = [layer(9.0, 9.0, 100), layer(9.0, 9.0, 700)]
     costs = StepCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
-    assert fill_free(costs, [found for _, found in layers]) == Partition((700.0, 0.0), (0.0, 0.0))
+    assert fill_free(costs, [found for _, found in layers]) == GradientPartition((700.0, 0.0), (0.0, 0.0))
 
 
 def test_search_moves_remaining_bytes_to_other_degree():
@@ -74,7 +74,7 @@ def test_search_moves_remaining_bytes_to_other_degree():
     of = [[PassOption(three_queues, 2, 10.0, 10.0), PassOption(three_queues, 1, 8.0, 10.5)]] * 2
     costs = StepCosts((first, first), Line(1.0, 1e-3))
     start = fill_free(costs, of)
-    assert start == Partition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3
+    assert start == GradientPartition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3
     for found in (search(costs, of), spread_rest(costs, of, start)):
         assert found.pipeline_bytes == (pytest.approx(1000.0, rel=1e-3), 0.0)
         assert backward_s(costs, of, found) == pytest.approx(20.5 + 2, rel=1e-3)
@@ -111,11 +111,11 @@ def test_search_equals_brute_force_over_partitions():
             ready += layers[1].gradient_bytes - middle_1 - beside_1
             middle_0 = ready * third
             beside_0 = (ready - middle_0) * fourth
-            partition = Partition((middle_0, middle_1, 0.0), (beside_0, beside_1, 0.0))
+            partition = GradientPartition((middle_0, middle_1, 0.0), (beside_0, beside_1, 0.0))
             assert best <= quick_backward_s(costs, of, partition) * (1 + 1e-9)
 
 
-def quick_backward_s(costs: StepCosts, of, partition: Partition) -> float:
+def quick_backward_s(costs: StepCosts, of, partition: GradientPartition) -> float:
     line = costs.all_reduce
     seconds = bucket_s(line, sum(costs.gradient_bytes) - sum(partition.pipeline_bytes) - sum(partition.dense_bytes))
     for found, one, middle, beside in zip(of, costs.layers, *partition, strict=True):
@@ -137,4 +137,4 @@ def test_differential_evolution_is_deterministic():
 
 def test_partition_of_zero_layers():
     costs = StepCosts((), Line(1.0, 1.0))
-    assert search(costs, []) == fill_free(costs, []) == Partition((), ())
+    assert search(costs, []) == fill_free(costs, []) == GradientPartition((), ())

@@ -100,14 +100,14 @@ def expert_bound_costs(layers: int = 3) -> StepCosts:
     return StepCosts((LayerCosts(chunks, dense, 10**7),) * layers, Line(1e-4, 1e-9))
 
 
-def with_regroup_time(costs: StepCosts, seconds: float) -> StepCosts:
-    return replace(costs, layers=tuple(replace(layer, regroup_s=seconds) for layer in costs.layers))
+def with_rechunk_time(costs: StepCosts, seconds: float) -> StepCosts:
+    return replace(costs, layers=tuple(replace(layer, rechunk_s=seconds) for layer in costs.layers))
 
 
-def test_different_degrees_add_regroup_time():
+def test_different_degrees_add_rechunk_time():
     """The experts' backward pass includes the copy if a layer's two degrees differ, and no other task does."""
     costs = random_costs(random.Random(3), NO_CONTENTION)
-    with_copies = with_regroup_time(costs, 3e-3)
+    with_copies = with_rechunk_time(costs, 3e-3)
     for policy in ("fsmoe", "tutel"):
         plan = POLICIES[policy].plan(costs)
         plain, found = costs.seconds(plan), with_copies.seconds(plan)
@@ -122,15 +122,15 @@ def test_different_degrees_add_regroup_time():
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(SEEDS)
-def test_policies_weigh_regroup_time(seed):
+def test_policies_weigh_rechunk_time(seed):
     rng = random.Random(seed)
     costs = random_costs(rng)
-    copied = with_regroup_time(costs, rng.choice([1e-9, 1e-4, 1e-3, 100.0]))
+    copied = with_rechunk_time(costs, rng.choice([1e-9, 1e-4, 1e-3, 100.0]))
     for policy in ("fsmoe", "fsmoe_no_iio", "joint"):
         plan, free = (POLICIES[policy].plan(of) for of in (copied, costs))
         # At most by the cost of ignoring the copies.
         assert makespan(plan, copied) <= makespan(free, copied) * (1 + ROUNDING)
-        if copied.layers[0].regroup_s == 100.0:  # longer than the sum of all other tasks
+        if copied.layers[0].rechunk_s == 100.0:  # longer than the sum of all other tasks
             layers = range(len(costs.layers))
             assert all(plan.degrees["forward", layer] == plan.degrees["backward", layer] for layer in layers)
 
@@ -154,12 +154,12 @@ def test_baselines_reduce_gradients_after_backward(policy):
 
 
 def test_tutel_is_limited_to_its_degrees():
-    for costs, can_regroup in ((costs_of_testbed_b(), 4), (expert_bound_costs(), 5)):
+    for costs, can_rechunk in ((costs_of_testbed_b(), 4), (expert_bound_costs(), 5)):
         degree = POLICIES["tutel"].plan(costs).degrees["forward", 0]
         assert degree in TUTEL_DEGREES
         seconds = {r: makespan(POLICIES["tutel"].plan(costs, r), costs) for r in TUTEL_DEGREES}
         assert seconds[8] == min(seconds.values())  # with all at its choice
-        assert POLICIES["pipemoe"].plan(costs).degrees["forward", 0] == can_regroup
+        assert POLICIES["pipemoe"].plan(costs).degrees["forward", 0] == can_rechunk
 
 
 def test_tutel_improved_overlaps_reduce_with_next_dense_part():

@@ -43,7 +43,7 @@ def tamper(path: Path, change: Change, sealed: bool = True) -> None:
     index = change(path, metadata)
     infos = metadata.storage_data.values() if isinstance(metadata.storage_data, dict) else ()
     items = [
-        earlier_formats.Item(info.relative_path, info.offset, info.length)
+        earlier_formats.ByteRange(info.relative_path, info.offset, info.length)
         for info in infos
         if hasattr(info, "relative_path")
     ]
@@ -55,7 +55,7 @@ def tamper(path: Path, change: Change, sealed: bool = True) -> None:
         _seal(path, items)
 
 
-def _seal(path: Path, items: list[earlier_formats.Item]) -> None:
+def _seal(path: Path, items: list[earlier_formats.ByteRange]) -> None:
     """Write the checksums of format 2."""
     digests: dict[str, list[Any]] = {}
     for each in items:

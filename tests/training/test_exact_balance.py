@@ -186,7 +186,7 @@ def test_experts_wait_for_late_replicas(
 def worst_prediction(now: LayerLoads) -> Placement:
     """The worst prediction: each rank has a replica of the remote expert with the fewest tokens."""
     holds_EW = now.placement.sharding.holds_EW.copy()
-    for rank in range(now.nodes.ranks):
+    for rank in range(now.node_layout.num_ranks):
         others = np.flatnonzero(~holds_EW[:, rank])
         holds_EW[others[now.history_IE.sum(axis=0)[others].argsort(kind="stable")[:1]], rank] = True
     return Placement.holding(now.placement.owners, holds_EW)

@@ -91,10 +91,10 @@ KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
 
 def alternate_single_owner(now: LayerLoads) -> Placement:
     """Every second step one rank owns all experts, and the other ranks hold no expert state."""
-    placement = Placement.even(now.placement.ranks, EXPERTS)
+    placement = Placement.even(now.placement.num_ranks, EXPERTS)
     if now.step % 2 == 0:
         return placement
-    return Placement(placement.ranks, (placement.ranks - 1,) * EXPERTS)
+    return Placement(placement.num_ranks, (placement.num_ranks - 1,) * EXPERTS)
 
 
 class SingleMatrices:

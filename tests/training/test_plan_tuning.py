@@ -250,7 +250,7 @@ def test_given_costs_and_short_steps_are_not_measured_again(
     def measure(seconds: float) -> CostModel:
         pytest.fail("measured")
 
-    monkeypatch.setattr(PlannedStep, "measured", measure)
+    monkeypatch.setattr(PlannedStep, "measured_costs", measure)
     more = {} if why == "costs were given" else {"measure": measure}
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, **more)
     costs, factor = step_of(tuning).costs, (1.0 if why == "costs were given" else 0.01) / tuning.now.predicted_s

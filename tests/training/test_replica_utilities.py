@@ -180,7 +180,7 @@ def _check_groups_of_copies(rank: int, world: int) -> None:
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=1e-12)
     with _assert_rejected(model, "average_parameters"):
         average_parameters(iter(list(model.parameters())), None)
-    sharded = fully_shard(_layer(topology), topology, experts=True)
+    sharded = fully_shard(_layer(topology), topology, shard_experts=True)
     with pytest.raises(ConfigError, match="different experts"):
         get_model_state_dict(sharded, options=FULL)
 

@@ -376,7 +376,7 @@ def error_of_incomplete_correction(rank: int, world: int, other: bool) -> str:
     def copied(placement: Placement, expert: int) -> Placement:
         others = [[] for _ in placement.owners]
         others[expert] = [1 - placement.owners[expert]]
-        return Placement(placement.ranks, placement.owners, others)
+        return Placement(placement.num_ranks, placement.owners, others)
 
     def corrected(placement: Placement, *_: object) -> Placement:
         if not any(placement.replicas):

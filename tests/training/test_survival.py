@@ -52,7 +52,7 @@ def test_parts_are_stored_on_two_nodes() -> None:
             buddy = nodes.buddy(rank)
             assert (buddy is None) == (len(shape) == 1)
             if buddy is not None:
-                assert nodes.node_of_rank[buddy] != nodes.node_of_rank[rank] and rank in nodes.sources(buddy)
+                assert nodes.node_of_rank[buddy] != nodes.node_of_rank[rank] and rank in nodes.source_ranks(buddy)
         assert sum(nodes.is_node_leader(rank) for rank in ranks) == len(shape)
 
 

@@ -15,7 +15,7 @@ from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Grouped
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.measure import Measurement
+from fusedmoe.layers.measure import MeasurementState
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule import plan_chooser
@@ -197,8 +197,10 @@ def test_step_after_drift_measures_costs_again(cluster: Cluster, tmp_path: Path)
     assert again == [WINDOW + 1]
 
 
-def drifted_without_forward(rank: int, world: int, folder: str) -> tuple[list[Phase], Measurement, bool, list[Any]]:
-    """Phases after a drift while no forward measures, and the state of the trial."""
+def drifted_without_forward(
+    rank: int, world: int, folder: str
+) -> tuple[list[Phase], MeasurementState, bool, list[Any]]:
+    """Phases after a drift while no forward measures, and the state of the cost measurement."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -220,15 +222,15 @@ def drifted_without_forward(rank: int, world: int, folder: str) -> tuple[list[Ph
             with tuning:
                 pass
             phases.append(tuning.phase)
-        trial = getattr(model[0], EXCHANGE).plans.cost_trial
-        return phases[WINDOW - 1 :], trial.state, source.step.costs is costs, asked
+        measurement = getattr(model[0], EXCHANGE).plans.cost_measurement
+        return phases[WINDOW - 1 :], measurement.state, source.step.costs is costs, asked
 
 
 def test_drift_without_forward_keeps_costs(cluster: Cluster, tmp_path: Path) -> None:
     for phases, state, is_same, asked in cluster.run(2, drifted_without_forward, str(tmp_path)):
         assert phases == [Phase.MEASURE, Phase.MEASURE, Phase.TRY]
         # A forward that reaches the layer later must not measure during trials.
-        assert state is Measurement.TAKEN and is_same and not any(asked)
+        assert state is MeasurementState.TAKEN and is_same and not any(asked)
 
 
 def test_given_workload_is_used_with_measured_costs() -> None:

@@ -206,8 +206,8 @@ def _check_fully_sharded(rank: int, world: int, sizes: Sizes, path: str, with_ex
         topology = Topology.from_mesh(mesh, ep="ep")
     model = _model(topology)
     for block in model.blocks:
-        fully_shard(block, topology, experts=with_experts)
-    fully_shard(model, topology, experts=with_experts)
+        fully_shard(block, topology, shard_experts=with_experts)
+    fully_shard(model, topology, shard_experts=with_experts)
     experts = {name for name in expert_parameter_names(model) if sizes.ep * sizes.esp > 1}
     assert experts or sizes.ep * sizes.esp == 1
     for name, parameter in model.named_parameters():
@@ -278,7 +278,7 @@ def _check_few_experts(rank: int, world: int) -> None:
         gate, experts = fusedmoe.gates.TopK(2, k=1), fusedmoe.experts.FeedForward(5)
         return fusedmoe.MoELayer(4, gate, experts, topology=topology, dtype=dtype, **options)
 
-    sharded, plain = fully_shard(layer(), topology, experts=True), layer()
+    sharded, plain = fully_shard(layer(), topology, shard_experts=True), layer()
     splits = {name: part.placements for name, part in sharded.named_parameters() if name.startswith("experts.")}
     assert {split for (split,) in splits.values()} == {Shard(0), Shard(1)}
     x_SM = torch.randn(rank + 3, 4, dtype=torch.float64)
@@ -291,20 +291,20 @@ def _check_few_experts(rank: int, world: int) -> None:
     torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
     _compare(sharded, plain)
     for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
-        sharded, plain = fully_shard(layer(dtype), topology, experts=True), layer(dtype)
+        sharded, plain = fully_shard(layer(dtype), topology, shard_experts=True), layer(dtype)
         for model in (sharded, plain):
             model(x_SM.to(dtype)).square().mean().backward()
             sync_gradients(model, topology)
         for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
             assert (_whole(ours.grad) - theirs.grad).norm() <= error * theirs.grad.norm(), dtype
     with pytest.raises(ConfigError, match="move between ranks"):
-        fully_shard(layer(placement="fssdp"), topology, experts=True)
+        fully_shard(layer(placement="fssdp"), topology, shard_experts=True)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="Update PyTorch"):
         patch.setattr(data_parallel, "shard_placement_maker", lambda mesh: None)
-        fully_shard(layer(), topology, experts=True)
+        fully_shard(layer(), topology, shard_experts=True)
     other = layer()
     torch.distributed.fsdp.fully_shard(other.experts, mesh=topology.expert_mesh["edp"])
-    with pytest.raises(ConfigError, match="experts=True"):
+    with pytest.raises(ConfigError, match="shard_experts=True"):
         sync_gradients(other, topology)
 
 

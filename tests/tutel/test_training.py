@@ -156,7 +156,7 @@ def assert_same_values(model: nn.Module, whole: nn.Module, case: Case, topology:
 
 
 def fully_sharded(model: nn.Module, topology: Topology) -> nn.Module:
-    return training.fully_shard(model, topology, experts=True)
+    return training.fully_shard(model, topology, shard_experts=True)
 
 
 def compare_with_one_process(rank: int, world: int, case: Case, folder: Path) -> None:

@@ -77,10 +77,9 @@ def timeout_error(
     # The intended operation is unknown.
     if absent or stopped or elsewhere:
         descriptions += [f"rank {rank} waits for {note.operation}" for rank, note in note_by_rank.items()]
-    text = (
-        f"not all ranks joined within {timeout_s:.0f} s: {'; '.join(descriptions) or 'no data received'}. {ORDER}; "
-        f"if one is slow, {TIMEOUT_CURE}"
-    )
+    text = f"not all ranks joined within {timeout_s:.0f} s: {'; '.join(descriptions) or 'no data received'}. {ORDER}"
+    if absent or stopped or not elsewhere:  # otherwise all ranks wait: one has skipped or repeated a call
+        text += f"; if one is slow, {TIMEOUT_CURE}"
     culprit = [*absent, *stopped, *sort_by_suspicion(note_by_rank)][0]
     is_absent = culprit in now and now[culprit].operation != call
     verdict: object = board.final_verdict() or board.blame(culprit, operation, text, is_absent)

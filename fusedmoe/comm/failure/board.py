@@ -134,9 +134,9 @@ class Board:
 
         self.calls[operation] += 1
         deadline, pause = time.monotonic() + timeout_s, 0.005
-        keys = self._request(register_arrival, timeout_s) or {}
+        keys = self._call_store(register_arrival, timeout_s) or {}
         read_entries, has_recorded_wait = partial(_values, keys=list(keys.values())), False
-        while (entries := self._request(read_entries) if keys else None) is None:
+        while (entries := self._call_store(read_entries) if keys else None) is None:
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
             verdict: Verdict | str | None = self.read()
@@ -175,7 +175,7 @@ class Board:
         """Delete this rank's default-group address from torchrun's store, after all ranks have connected."""
         # Ranks of the next attempt would connect to an ended process.
         if _has_agent_store():
-            self._request(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
+            self._call_store(lambda _: self._store.delete_key(f"cpu//0/{self.rank}"))
 
     def post(self, rank: int, operation: str, message: str, is_absent: bool = False) -> Verdict:
         own = Verdict(rank, operation, message, is_absent)
@@ -208,12 +208,12 @@ class Board:
             # An answer shows that the unacknowledged `set` has arrived.
             store.get(key)
 
-        self._request(note)
+        self._call_store(note)
 
     def clear_refusal(self) -> None:
         if self._has_unread_refusal:
             self._has_unread_refusal = False
-            self._request(lambda store: store.set("unheard", ""))
+            self._call_store(lambda store: store.set("unheard", ""))
 
     def refusal(self, rank: int) -> Verdict:
         stored = self._get(f"refusal/{rank}")
@@ -236,7 +236,7 @@ class Board:
                 store.set(f"heard/{self.rank}", "")
             return words
 
-        if words := self._request(read_and_acknowledge):
+        if words := self._call_store(read_and_acknowledge):
             self.standing_verdict = Verdict(**json.loads(words))
         return self.standing_verdict
 
@@ -284,7 +284,7 @@ class Board:
         num_calls = self.calls[call.split(" over the ")[0]]
         # The time stamp is the heartbeat.
         note = json.dumps([call, list(ranks), time.monotonic_ns(), num_calls])
-        self._request(lambda store: store.set(f"waits/{self.rank}", note))
+        self._call_store(lambda store: store.set(f"waits/{self.rank}", note))
 
     @contextmanager
     def recorded_wait(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -326,18 +326,18 @@ class Board:
         return [rank for rank, note in self.wait_notes(ranks).items() if not note.operation]
 
     def _get(self, key: str) -> bytes | None:
-        values = self._request(partial(_values, keys=[key]))
+        values = self._call_store(partial(_values, keys=[key]))
         return None if values is None else values[0]
 
-    def _request(self, request: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
-        """Return `request(store)`; None on timeout or if the connection broke."""
+    def _call_store(self, call: Callable[[dist.Store], T], timeout_s: float = REQUEST_TIMEOUT_S) -> T | None:
+        """Return `call(store)`; None on timeout or if the connection broke."""
 
         def with_prefix(client: dist.Store) -> T:
             # Other jobs may use the store. All ranks use the first rank's prefix.
             if not self._prefix:
                 name = self._store.compare_set(f"fusedmoe/{restart_count()}", "", uuid4().hex)
                 self._prefix = name.decode()
-            return request(dist.PrefixStore(self._prefix, client))
+            return call(dist.PrefixStore(self._prefix, client))
 
         return self._client.request(with_prefix, timeout_s)
 

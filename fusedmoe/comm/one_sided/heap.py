@@ -58,9 +58,12 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class Symmetric:
-    """This rank's copy of a symmetric allocation, and the addresses of all copies in this process.
+    """This rank's copy of a symmetric allocation, and the addresses of the copies of all ranks.
 
-    `table`: [W] int64 on the device; 0 for remote ranks, which only the heap's network can reach.
+    Attributes:
+        own: this rank's copy, initially zero.
+        table: [W] int64 on the device, address of each rank's copy as mapped in this process; 0 for remote ranks,
+            whose copies only the heap's network can reach.
     """
 
     own: Tensor
@@ -200,10 +203,12 @@ class Watch:
 
     @contextmanager
     def guard_launches(self) -> Iterator[None]:
-        """Wrap launches of kernels that wait for named signals.
+        """Context for launches of kernels that wait for signals registered with `name_signals`.
 
         Raises:
-            RankError: a wait failed, on a GPU possibly an earlier one.
+            RankError: a kernel's wait failed; names rank, peer, rows and signals. On a GPU, kernels may still be
+                running at the exit: it reports failures known by then, also of earlier launches, and a later check the
+                others.
         """
         if self._group.size == 1 or self._device.type == "cuda":
             yield

@@ -80,7 +80,7 @@ def experts_backward_rows(
         return None, None, HiddenRows(None, None)
     dy_SM = aligned(dy_SM)
     call = make_call(layout, dy_SM, shared=shared)
-    h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
+    h = h_NH.view(layout.rows, activation.num_projections * weights.w2.shape[2])
     dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation, needs_grad)
     dx_SM = None
     if needs_grad.x_SM and dh is not None:
@@ -164,16 +164,20 @@ def backward_rows_in_flight(
     values: Addresses,
     needs_grad: NeedsGrad,
 ) -> tuple[Tensor | None, HiddenRows]:
-    """Run the row half of backward of `forward_in_flight`, and put the gradients of rows to their ranks.
+    """Run the backward of `forward_in_flight` without the parameter gradients, while rows of dy arrive.
+
+    Puts the gradients of input rows and of router weights directly to the ranks that sent them.
 
     Args:
-        values: destinations of the router weight gradients, [R].
-        needs_grad: must include x and the router weights, which other ranks wait for.
+        dy_CM: receive buffer of the gradients of results; `wait` lists its rows to wait for.
+        put: destinations of the gradients of input rows.
+        values: destination addresses of the gradients of the R rows' router weights.
+        needs_grad: must include x and the router weights, because other ranks wait for both.
     Returns:
-        dy sorted by expert, [R, M], if there is an output bias, and the intermediates for the parameter gradients.
+        dy sorted by expert, [R, M], or None without output bias; and the intermediates for the parameter gradients.
     """
     call = make_call(layout, dy_CM, in_flight=True, tiles=tiles)
-    h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
+    h = h.view(layout.rows, activation.num_projections * weights.w2.shape[2])
     dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, needs_grad, wait)
     assert dh is not None and ds_R is not None
     dy_RM = None

@@ -46,7 +46,7 @@ class Kernel(JITFunction):
         return super().run(*args, **keywords)
 
 
-def with_fences(ptx: str) -> str:
+def insert_fences(ptx: str) -> str:
     """Insert a fence after each wait for asynchronous copies, if tensor-core instructions in the PTX need it."""
     return _WAIT.sub(rf"\1\2\n\1{_FENCE}", ptx) if _PRODUCT.search(ptx) else ptx
 
@@ -76,7 +76,7 @@ class FencedKernel(Kernel):
                 if before is not None:
                     before(backend, stages, *others)
                 make = stages["ptx"]
-                stages["ptx"] = lambda source, metadata: with_fences(make(source, metadata))
+                stages["ptx"] = lambda source, metadata: insert_fences(make(source, metadata))
 
             self._compiling, knobs.runtime.add_stages_inspection_hook = True, hook
             try:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.order_search import improved_order
-from fusedmoe.schedule.passes import Order, Partition, alternating, one_queue, one_queue_s, three_queues
+from fusedmoe.schedule.passes import GradientPartition, Order, alternating, one_queue, one_queue_s, three_queues
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
     BUCKETS,
@@ -118,7 +118,7 @@ def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """PipeMoE's chunks; gradients overlap with the next dense part of the backward pass."""
     both = _pipemoe_passes(costs, limit)
     beside = (*map(float, costs.gradient_bytes[1:]), 0.0)
-    return step_plan(costs, both, both, Partition((0.0,) * len(costs.layers), beside))
+    return step_plan(costs, both, both, GradientPartition((0.0,) * len(costs.layers), beside))
 
 
 @_policy(gradients="idle slots")
@@ -183,7 +183,10 @@ def _one_queue_passes(costs: StepCosts, degrees: Sequence[int], **modelled_s: fl
 
 
 def layer_policies() -> tuple[str, ...]:
-    """Return the names of all policies that chunk only pipelines."""
+    """Return the names of all policies for single layers, registered policies last.
+
+    Their plans for layers that cannot be split chunk only the pipeline from dispatch to combine, not dense parts.
+    """
     return tuple(policy.name for policy in POLICIES.values() if policy.chunks_only_pipelines)
 
 
@@ -195,12 +198,15 @@ def micro_batch_policies() -> tuple[str, ...]:
 class PlanSearch:
     """Plans of one step by all policies, computed on demand. Policies share parts of their search.
 
-    FlowMoE, Lancet and the ablation raise `ConfigError` for layers that cannot be split.
+    `plan("flowmoe")`, `plan("lancet")` and `ablation` (FlowMoE's Table 5) raise `ConfigError` for layers that cannot be
+    split (`StepCosts.can_split`).
 
     Args:
+        costs: costs of the step.
         limit: maximum number of chunks and of micro-batches.
-        samples: samples per batch, a multiple of every number of micro-batches; None: any number.
-        progress: called with the completed and total number of parts of `joint`'s search.
+        samples: samples per batch; only divisors of it are tried as numbers of micro-batches. None: unknown; 1, 2, 3,
+            4, 6, 8, 12 and 16 are tried.
+        progress: called with the completed and total number of parts of the search of policy "joint".
     """
 
     def __init__(

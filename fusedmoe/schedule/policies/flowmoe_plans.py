@@ -64,10 +64,10 @@ class StepSplit(NamedTuple):
         weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
         return cls(degrees("forward"), degrees("backward"), plan.largest_bucket, weights)
 
-    def degrees(self, layers: int) -> dict[str, tuple[Degrees, ...]]:
+    def degrees(self, num_layers: int) -> dict[str, tuple[Degrees, ...]]:
         """Return the numbers of chunks of each layer, by phase."""
         return {
-            phase: (Degrees(degree, degree),) * layers if isinstance(degree, int) else degree
+            phase: (Degrees(degree, degree),) * num_layers if isinstance(degree, int) else degree
             for phase, degree in zip(PHASES, (self.forward, self.backward), strict=True)
         }
 

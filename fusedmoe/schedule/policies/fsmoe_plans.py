@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedmoe.schedule.cost import Contention, Line
-from fusedmoe.schedule.passes import Order, Partition, choose_degree, pass_s
+from fusedmoe.schedule.passes import GradientPartition, Order, choose_degree, pass_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
@@ -24,14 +24,14 @@ from fusedmoe.schedule.task import PHASES
 def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     """Return the plan with the fastest order and degree for each layer and pass, and the fastest gradient partition.
 
-    If different degrees in the two passes cost time (`LayerCosts.regroup_s`), one degree per layer for both passes is
+    If different degrees in the two passes cost time (`LayerCosts.rechunk_s`), one degree per layer for both passes is
     tried too.
 
     Args:
         limit: maximum degree.
     """
     own = _plan_with(costs, orders, lambda layer: (1, limit))
-    if not any(layer.regroup_s for layer in costs.layers):
+    if not any(layer.rechunk_s for layer in costs.layers):
         return own
 
     def one_degree(layer: LayerCosts) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def _undominated_options(options: Iterable[PassOption]) -> list[PassOption]:
     return kept
 
 
-def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Partition:
+def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> GradientPartition:
     """Return the best partition of gradients for each layer's options; exact, by dynamic programming."""
     # The paper fills free time greedily and spreads the rest by differential evolution.
     line = costs.all_reduce
@@ -161,7 +161,9 @@ def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Partiti
         which = np.unravel_index(kept[state], beside.shape)
         places.append((float(middle[which[1:]]), float(beside[which])))
         state = int(which[1])
-    return Partition(*(tuple(part) for part in zip(*places, strict=True))) if places else Partition((), ())
+    return (
+        GradientPartition(*(tuple(part) for part in zip(*places, strict=True))) if places else GradientPartition((), ())
+    )
 
 
 def bucket_s(line: Line, size: float) -> float:

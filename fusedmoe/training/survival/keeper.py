@@ -1,6 +1,6 @@
 """Script that removes a job's files from a node's memory after its agent (torchrun) ends, for whatever reason.
 
-Started by path; imports only the standard library, to start fast and use a few megabytes.
+Imports only the standard library, to start fast and use a few megabytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AGAIN_S = 2.0
 
 def start_time(process: int) -> str:
     """Return a process's start time in clock ticks, "" if it is gone; with the PID it identifies the process."""
-    # The process name precedes the last ")" and may contain spaces and brackets.
+    # The process name may contain spaces and brackets.
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -56,5 +56,5 @@ def main(agent: int, since: str, folder: Path, prefix: str) -> None:
     remove(folder, prefix)
 
 
-if __name__ == "__main__" and os.fork() == 0:  # the starter need not wait
+if __name__ == "__main__" and os.fork() == 0:
     main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -1,8 +1,7 @@
 """Node memory that outlives its ranks: files in /dev/shm that exist as long as the agent that starts the ranks.
 
 A snapshot consists of two files: the bytes, and a JSON header with digests of itself and of each part of the bytes. The
-header is removed before the first byte is written and renamed into place after the last: if it exists, the bytes are
-complete, whenever the writer was killed.
+header exists only while the bytes are complete, whenever the writer is killed.
 """
 
 from __future__ import annotations
@@ -57,21 +56,20 @@ class NodeMemory:
         self._sweep()
 
     def _sweep(self) -> None:
-        # An agent killed together with its keeper leaves files; the next job on the host removes them.
+        # An agent killed together with its keeper leaves files.
         for path in self._folder.glob(f"{_name_prefix()}*"):
-            with suppress(OSError, ValueError):  # already removed, or not one of our files
+            with suppress(OSError, ValueError):
                 agent, since = path.name.removeprefix(_name_prefix()).split("-")[:2]
                 if keeper.start_time(int(agent)) != since and path.lstat().st_uid == os.geteuid():
                     path.unlink()
 
     def keep(self) -> None:
-        """Start a detached process that deletes this memory's files when the agent (e.g. torchrun) ends.
+        """Start a detached process that deletes this memory's files when the agent ends.
 
         Call on one rank per node; idempotent.
         """
         command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._since]
         nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        # The keeper shares no files with this process and is not its child.
         subprocess.run([*command, str(self._folder), self._prefix], **nowhere, start_new_session=True, check=True)
 
     def check(self) -> None:
@@ -97,7 +95,6 @@ class NodeMemory:
         return headers
 
     def slots(self) -> list[str]:
-        """Return the names of all slots of this user, complete or not."""
         names = set()
         for path in self._folder.glob(f"{self._prefix}*"):
             name = path.name.removeprefix(self._prefix).split(".")[0]
@@ -115,7 +112,7 @@ class NodeMemory:
         _write(self._folder / f"{self._prefix}note", dump_with_digest(note))
 
     def note(self) -> dict[str, Any] | None:
-        """Return the last note written by any rank of the node, or None. Raise `ConfigError` if damaged."""
+        """Return the last note written by any rank of the node, or None. Raise `ConfigError` if it is damaged."""
         path = self._folder / f"{self._prefix}note"
         try:
             text = _read(path)
@@ -135,7 +132,7 @@ class Slot:
         return str(self._path)
 
     def begin(self, size: int) -> Tensor:
-        """Invalidate the slot's snapshot and return writable memory [size] uint8.
+        """Invalidate the snapshot and return writable memory [size] uint8.
 
         Raises:
             ConfigError: another user owns a file of this name.
@@ -143,7 +140,7 @@ class Slot:
         """
         with _foreign_name_errors(self._header):
             self._header.unlink(missing_ok=True)
-        # Memory of the right size stays mapped: allocated pages make the next refresh cheap.
+        # Memory of the right size stays mapped: its pages are allocated.
         if self._bytes is None or len(self._bytes) != size:
             self._bytes = None
             with _create_file(self._path) as file:
@@ -166,7 +163,11 @@ class Slot:
         _write(self._header, dump_with_digest(header))
 
     def read(self, size: int) -> Tensor:
-        """Return the bytes of a complete snapshot, [size] uint8, as a copy-on-write mapping."""
+        """Return the bytes of a complete snapshot, [size] uint8, as a copy-on-write mapping.
+
+        Raises:
+            ConfigError: the file cannot be read or is too short.
+        """
         try:
             file = _open_own_file(self._path, os.O_RDONLY)
         except OSError as error:
@@ -188,7 +189,7 @@ def _map_memory(file: int, size: int, access: int) -> Tensor:
 
 
 def _ownership_problem(found: os.stat_result) -> str | None:
-    """Return why `_create_file` cannot have created a file, or None if it can."""
+    """Return why `_create_file` cannot have created a file; None if it can have."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no regular file"
     if found.st_uid != os.geteuid():
@@ -199,10 +200,9 @@ def _ownership_problem(found: os.stat_result) -> str | None:
 
 
 def _open_own_file(path: Path, flags: int) -> BinaryIO:
-    """Open a file of this user. Raise `OSError` if it is missing or belongs to another user."""
     # O_NOFOLLOW rejects symbolic links; O_NONBLOCK avoids blocking on a named pipe.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    # Check the open file: the name may be rebound at any time.
+    # Another user may rebind the name at any time.
     why = _ownership_problem(os.fstat(file))
     if why is not None:
         os.close(file)
@@ -233,7 +233,7 @@ def _foreign_name_errors(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> str | None:
-    """Read a file of this user; None if missing or, with a warning, of another user."""
+    """Read a file of this user; return None if it is missing or, with a warning, cannot be opened."""
     try:
         with _open_own_file(path, os.O_RDONLY) as file:
             if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
@@ -248,7 +248,7 @@ def _read(path: Path) -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically. The temporary name has the same prefix, so it is also removed."""
+    """Write a file atomically. The temporary file has the same prefix: the keeper would remove it, too."""
     part = path.with_name(f"{path.name}-{os.getpid()}{_NEW}")
     with _create_file(part) as file:
         file.write(text.encode())

@@ -1,8 +1,7 @@
 """Snapshot of a job's state in its nodes' memory, with every part on two nodes.
 
 Each node stores parts that several nodes hold (dense parameters, data-parallel replicas of experts) once, from its own
-ranks. Parts that only one node holds are also sent to a buddy rank on another node. Each part has a SHA-256 digest; a
-copy with a flipped bit is not used.
+ranks. Parts that only one node holds are also sent to a buddy rank on another node.
 
 Two slots alternate. A rank starts a refresh only after all ranks have finished the previous one: whenever a rank is
 killed, one slot is complete on every node, for the same step.
@@ -29,7 +28,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState, require_extra
 from fusedmoe.training.checkpoint_folder import require_writable
-from fusedmoe.training.plain_values import encode_value, tensor_bytes
+from fusedmoe.training.plain_values import dtype_name, encode_value, tensor_bytes
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
 #: Version of the headers.
@@ -59,12 +58,10 @@ class JobNodes:
         return [rank for rank, its_node in enumerate(self.node_of_rank) if its_node == node]
 
     def is_node_leader(self, rank: int) -> bool:
-        """True for the first rank of each node, which performs per-node actions."""
         return self.node_of_rank.index(self.node_of_rank[rank]) == rank
 
     def is_keeper(self, key: str, holders: Sequence[int], rank: int) -> bool:
         """Return whether `rank` stores `key` for its node: a hash of the key selects one of the node's `holders`."""
-        # The hash distributes the work over the node's ranks.
         on_node = [other for other in sorted(holders) if self.node_of_rank[other] == self.node_of_rank[rank]]
         return on_node[zlib.crc32(key.encode()) % len(on_node)] == rank
 
@@ -72,13 +69,13 @@ class JobNodes:
         return len({self.node_of_rank[rank] for rank in holders}) == 1
 
     def buddy(self, rank: int) -> int | None:
-        """Return the rank on the next node that stores parts only this node holds; None with one node."""
+        """Return the rank on the next node that stores the parts only this node holds; None with one node."""
         if self.count == 1:
             return None
         own, next_ones = self.ranks(self.node_of_rank[rank]), self.ranks((self.node_of_rank[rank] + 1) % self.count)
         return next_ones[own.index(rank) % len(next_ones)]
 
-    def sources(self, rank: int) -> list[int]:
+    def source_ranks(self, rank: int) -> list[int]:
         return [other for other in range(len(self.node_of_rank)) if self.buddy(other) == rank]
 
 
@@ -86,10 +83,12 @@ class StatePart(NamedTuple):
     """Part of a tensor, or a whole object, in a slot.
 
     Attributes:
-        key: checkpoint key.   start, size: offsets and shape of the part; None for an object.
-        full_shape: shape of the full tensor.   dtype: its name; "" for an object.
+        key: checkpoint key.
+        start, size: offsets and shape of the part; None for an object.
+        full_shape: shape of the full tensor.
+        dtype: name of the dtype; "" for an object.
         offset, bytes: offset and length in the slot.
-        is_sent: only one node holds it; the buddy stores a copy.
+        is_sent: only one node holds the part; the buddy stores a copy.
     """
 
     key: str
@@ -103,7 +102,6 @@ class StatePart(NamedTuple):
 
     @property
     def part_key(self) -> tuple[str, tuple[int, ...] | None]:
-        """Key and offsets, equal for all copies of the part."""
         return self.key, self.start
 
     @classmethod
@@ -143,7 +141,7 @@ class Snapshots:
 
         Raises:
             ConfigError: as for `save_checkpoint`.
-            RankError: a rank failed, is missing, or lacks memory; the previous snapshot remains.
+            RankError: `extra` differs; a rank failed, is missing, or lacks memory. The previous snapshot remains.
         """
         nodes, world, operation = self._nodes, self._topology.world, f"keeping the state of step {step}"
         me = world.index
@@ -152,7 +150,6 @@ class Snapshots:
         values: list[Tensor] = []
 
         def collect() -> tuple[str, str]:
-            # One rank per node stores its `extra`, and all ranks restore it.
             require_extra(extra, operation)
             digest = encode_value(extra, f"{operation}: {EXTRA}").digest()
             for part, value in _own_parts(state, self._topology, nodes, extra, operation):
@@ -160,13 +157,12 @@ class Snapshots:
                 values.append(value)
             return _digest(repr(parts).encode()), digest
 
-        self._compare(parts, on_all_ranks(world, operation, collect), world, operation)
+        self._gather_parts(parts, on_all_ranks(world, operation, collect), operation)
         bases: dict[int, int] = {}
         total = slot_bytes(parts)
-        for source in nodes.sources(me):
-            bases[source] = total
-            total += _sent_bytes(self._parts_by_rank[source])
-        # The newer slot remains valid until this one is complete on all nodes.
+        for source_rank in nodes.source_ranks(me):
+            bases[source_rank] = total
+            total += _sent_bytes(self._parts_by_rank[source_rank])
         slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8, device="cpu")
 
         def begin() -> None:
@@ -179,23 +175,26 @@ class Snapshots:
             memory[part.offset : part.offset + part.bytes].copy_(value)
         sent, buddy = [_sent_bytes(of_rank) for of_rank in self._parts_by_rank], nodes.buddy(me)
         if buddy is not None:
-            incoming = {source: memory[base : base + sent[source]] for source, base in bases.items()}
+            incoming = {source_rank: memory[base : base + sent[source_rank]] for source_rank, base in bases.items()}
             exchange_bytes(world, {buddy: memory[: sent[me]]}, incoming, max(sent), operation)
         held = list(parts)
-        for source, base in bases.items():
-            held += [part._replace(offset=base + part.offset) for part in self._parts_by_rank[source] if part.is_sent]
+        for source_rank, base in bases.items():
+            held += [
+                part._replace(offset=base + part.offset) for part in self._parts_by_rank[source_rank] if part.is_sent
+            ]
         all_parts = (part for of_rank in self._parts_by_rank for part in of_rank)
         keys = {part.key: None if part.start is None else part.full_shape for part in all_parts}
         header = {"format": FORMAT, "generation": self._generation, "step": step, "bytes": total, "keys": keys}
-        # After the last byte, because the header marks the bytes complete.
         slot.complete(header | {"parts": held, "digests": part_digests(memory, held, self._threads)})
         self._written += 1
         self.price = Price(2 * total, sent[me])
 
-    def _compare(
-        self, parts: list[StatePart], digests_by_rank: list[tuple[str, str]], world: Group, operation: str
-    ) -> None:
-        """Gather every rank's parts. `digests_by_rank`: of the parts, and of `extra`, which must agree."""
+    def _gather_parts(self, parts: list[StatePart], digests_by_rank: list[tuple[str, str]], operation: str) -> None:
+        """Gather every rank's parts if a digest of parts has changed. Raise `RankError` if `extra` differs.
+
+        `digests_by_rank` has digests of the parts and of `extra`.
+        """
+        world = self._topology.world
         for rank, (_, of_extra) in zip(world.ranks, digests_by_rank, strict=True):
             if of_extra != digests_by_rank[0][1]:
                 raise RankError(
@@ -203,7 +202,6 @@ class Snapshots:
                     "Pass equal values; gather values that differ between ranks (all_gather_object)."
                 )
         digests = [of_parts for of_parts, _ in digests_by_rank]
-        # Parts change rarely: when experts migrate, and after the optimizer's first step.
         if digests != self._digests:
             self._parts_by_rank = all_gather_object(world, parts, operation)
             self._digests = digests
@@ -217,7 +215,7 @@ def exchange_bytes(
     `longest`, the bytes of the longest tensor on any rank, determines the number of rounds.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # In chunks: they pass through GPU memory, which training has nearly filled.
+    # In chunks, which pass through GPU memory.
     for start in range(0, longest, CHUNK_BYTES):
         chunk = slice(start, start + CHUNK_BYTES)
         rows = [outgoing.get(rank, nothing)[chunk] for rank in range(world.size)]
@@ -237,13 +235,12 @@ def slot_bytes(parts: Iterable[StatePart]) -> int:
 
 
 def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
-    """Compute each part's digest, including the padding after it."""
+    """Compute the digest of each part in a slot's memory, including the padding after the part."""
 
     def digest(part: StatePart) -> str:
         return _digest(memory[part.offset : _aligned(part.offset + part.bytes)].numpy())
 
-    # hashlib releases the GIL.
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool:  # hashlib releases the GIL
         return list(pool.map(digest, parts))
 
 
@@ -262,7 +259,7 @@ def _aligned(offset: int) -> int:
 def _own_parts(
     state: ModelState, topology: Topology, nodes: JobNodes, extra: dict[str, Any], operation: str
 ) -> Iterator[tuple[StatePart, Tensor]]:
-    """Yield the parts that this rank stores, with their values. Parts to send form one buffer at the start."""
+    """Yield the parts that this rank stores, with their values. The parts to send precede the other parts."""
     me = topology.world.index
     alone: set[str] = set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
@@ -294,7 +291,7 @@ def _own_parts(
             part = StatePart(key, None, None, (), "", offset, value.numel(), key in alone)
         else:
             require_writable(data, f"{operation}: {key}")
-            chunk, dtype = item.tensor_data.chunk, str(data.dtype).removeprefix("torch.")
+            chunk, dtype = item.tensor_data.chunk, dtype_name(data.dtype)
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
             part = StatePart(key, *place, dtype, offset, value.numel(), key in alone)
         yield part, value

@@ -49,8 +49,8 @@ PartKey = tuple[str, tuple[int, ...] | None]
 class Survival:
     """Keep a job's state in the memory of its nodes, each part on two nodes (FlowMoE, Appendix K.3).
 
-    For jobs restarted by torchrun (`--max-restarts`, `--nnodes MIN:MAX`). If a rank or a node is lost, the other ranks
-    raise an error, and torchrun restarts the program on the remaining nodes, where
+    For jobs restarted by torchrun (`--max-restarts`, `--nnodes MIN:MAX`). After a rank or a node is lost, torchrun
+    restarts the program on the remaining nodes, where
 
         survival = Survival(topology)
         extra = survival.restore(model, optimizer)  # None in a new job
@@ -59,8 +59,7 @@ class Survival:
 
         survival.refresh(step, model, optimizer, {"step": step})
 
-    replaces the snapshot. Called every n steps, it limits the repeated steps to n. Snapshots outlive killed ranks; the
-    loss of a node removes one of two copies of each part.
+    replaces the snapshot. Called every n steps, it limits the repeated steps to n.
 
     Construction and all methods are collective over all ranks.
 
@@ -69,7 +68,7 @@ class Survival:
     Attributes:
         step: of the snapshot, or None.
         lost: newer, incomplete snapshots as {step: keys with a part that no node has}.
-        damaged: descriptions of damaged data, which was ignored with a warning.
+        damaged: descriptions of damaged data.
     Raises:
         ConfigError: the system has no memory file system.
         RankError: a rank failed or is missing.
@@ -77,7 +76,7 @@ class Survival:
 
     def __init__(self, topology: Topology, memory: NodeMemory | None = None) -> None:
         self._memory, self._topology = NodeMemory() if memory is None else memory, topology
-        self._earlier_slots = self._memory.slots()  # including incomplete ones
+        self._earlier_slots = self._memory.slots()
         last = max(map(parse_generation, self._earlier_slots), default=0)
         of_ranks = all_gather_object(topology.world, (self._memory.name, last), "comparing nodes")
         self._nodes = JobNodes.from_names([name for name, _ in of_ranks])
@@ -87,7 +86,7 @@ class Survival:
         self._stored_state, newer, self.damaged = find_newest_state(self._memory, topology, self._nodes)
         self.step = None if self._stored_state is None else self._stored_state.step
         self.lost = {state.step: state.missing() for state in newer}
-        # Exceeds that of every node: snapshots of this process are newer, whatever their step.
+        # Snapshots of this process are newer than earlier ones, whatever their step.
         generation = max(last for _, last in of_ranks) + 1
         self._snapshots = Snapshots(self._memory, topology, self._nodes, generation)
         self._keeps_earlier_slots = True
@@ -104,7 +103,7 @@ class Survival:
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: Optimizers | None) -> dict[str, Any] | None:
-        """Load the newest complete snapshot in place and return the `extra` of its refresh, or None without a snapshot.
+        """Load the newest complete snapshot in place and return the `extra` of its refresh; None without a snapshot.
 
         Raises:
             ConfigError: model or optimizer differ, values do not fit the model's dtypes, or all snapshots are damaged.
@@ -123,7 +122,6 @@ class Survival:
         metadata = reader.metadata
         keys = [key for key in (EXTRA, ABOUT, GROUPS) if key in metadata.state_dict_metadata]
         metadata_values: dict[str, Any] = dict.fromkeys(keys)
-        # Metadata first: it shows whether the snapshot matches model and optimizer.
         reader.read(metadata_values, {})
         targets: dict[str, Any] = {}
 
@@ -147,13 +145,13 @@ class Survival:
         Args:
             extra: additional state as for `save_checkpoint`, the same on every rank.
         Raises:
-            RankError: `extra` differs between ranks, or a rank failed, is missing, or lacks memory; the previous
+            ConfigError: as for `save_checkpoint`.
+            RankError: `extra` differs between ranks; or a rank failed, is missing, or lacks memory. The previous
                 snapshot remains.
         """
         self._snapshots.write(step, model, optimizer, {} if extra is None else extra)
         if self._keeps_earlier_slots:
-            # Remove earlier slots only after all nodes have the new snapshot. Later refreshes need no barrier: they
-            # overwrite the older of two slots.
+            # Wait until all nodes have the new snapshot. Later refreshes overwrite the older of two slots.
             all_gather_object(self._topology.world, None, "keeping the first state")
             if self._nodes.is_node_leader(self._topology.world.index):
                 for slot in self._earlier_slots:
@@ -161,7 +159,7 @@ class Survival:
             self._keeps_earlier_slots, self._earlier_slots, self._stored_state = False, [], None
 
     def close(self) -> None:
-        """Remove the snapshots of a completed job. Collective; not for jobs that end with an error."""
+        """Remove the snapshots of a completed job. Do not call it after an error."""
         all_gather_object(self._topology.world, None, "ending the job")
         if self._nodes.is_node_leader(self._topology.world.index):
             for slot in self._memory.slots():
@@ -196,7 +194,7 @@ class StoredState:
                 part = StatePart.from_json(fields)
                 self.parts.setdefault(part.part_key, []).append(StoredPart(node, slot, part, digest))
 
-    def drop(self, damaged: Iterable[StoredPart]) -> None:
+    def remove_parts(self, damaged: Iterable[StoredPart]) -> None:
         for held in damaged:
             place = held.part.part_key
             self.parts[place].remove(held)
@@ -205,7 +203,7 @@ class StoredState:
 
     def missing(self) -> list[str]:
         """List the keys with a part that no node has."""
-        # Parts do not overlap: a tensor is complete if their element counts add up to its size.
+        # Parts do not overlap.
         volumes: dict[str, int] = defaultdict(int)
         for (key, _), (held, *_) in self.parts.items():
             volumes[key] += 1 if held.part.size is None else math.prod(held.part.size)
@@ -234,7 +232,7 @@ def find_newest_state(
     The ranks of each node verify the digests of all data stored there.
 
     Returns:
-        The state or None; newer, incomplete states; and the names of damaged files.
+        The state or None; newer, incomplete states; and descriptions of damaged files.
     """
     world, me = topology.world, topology.world.index
     node, operation = nodes.node_of_rank[me], "finding the job's state in memory"
@@ -257,7 +255,6 @@ def find_newest_state(
                 headers_by_state[header["generation"], header["step"]].append((nodes.node_of_rank[rank], slot, header))
 
     def check(state: StoredState) -> list[StoredPart]:
-        # The ranks of a node share the verification, which takes as long as reading.
         slots, ranks = sorted(slot for its_node, slot in state.sizes if its_node == node), nodes.ranks(node)
         own_slots = slots[ranks.index(me) :: len(ranks)]
         return [held for slot in own_slots for held in _find_damaged_parts(memory, state, (node, slot))]
@@ -268,7 +265,7 @@ def find_newest_state(
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
-                state.drop(copies)
+                state.remove_parts(copies)
                 slots = dict.fromkeys((held.node, held.slot) for held in copies)
                 damaged += [f"{paths[slot]} on rank {world.ranks[rank]}'s host" for slot in slots]
         if not state.missing():
@@ -278,7 +275,7 @@ def find_newest_state(
 
 
 def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
-    """Return the parts in a slot whose digest does not match. Warn if there are any."""
+    """Return the parts in a slot whose digest does not match, with a warning."""
     copies = [
         held for copies_of_part in state.parts.values() for held in copies_of_part if (held.node, held.slot) == slot
     ]
@@ -299,7 +296,7 @@ def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int,
 
 
 class StateReader:
-    """Reader of a stored state; every method is collective over all ranks."""
+    """Reader of a stored state."""
 
     def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
@@ -307,10 +304,11 @@ class StateReader:
         self._slot_bytes: dict[str, Tensor] = {}
 
     def read(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
-        """Read the entries in `targets`: tensors in place, objects into the dictionary.
+        """Read the entries in `targets`: tensors in place, objects into the dictionary. Collective.
 
         Raises:
-            ConfigError, RankError: a value does not fit the dtype in `target_dtypes`; no tensor was modified.
+            ConfigError, RankError: a target cannot be written, or a value does not fit its dtype in `target_dtypes`; no
+                tensor was modified.
         """
         planner = PlainPlanner()
         items: list[Any] = []
@@ -334,7 +332,7 @@ class StateReader:
                 require_lossless("restoring from memory", key, value, target_dtypes[key])
 
         on_all_ranks(self._topology.world, "checking the values in memory", check)
-        # Values first: an invalid value then leaves all tensors unchanged.
+        # Values first: an invalid value leaves all tensors unchanged.
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
                 targets[item.dest_index.fqn] = unpack_value(fetched[_part_key(item)])
@@ -360,7 +358,6 @@ class StateReader:
 
         fetched = {place: self._read_bytes(held) for place in keys if (held := own(place)) is not None}
         requests = all_gather_object(world, [place for place in keys if place not in fetched], "requesting parts")
-        # All ranks derive the same send table from all requests.
         streams: dict[tuple[int, int], list[PartKey]] = defaultdict(list)  # from, to
         for rank, places in enumerate(requests):
             for place in places:
@@ -380,7 +377,7 @@ class StateReader:
         exchange_bytes(world, outgoing, incoming, longest, "reading the state of other nodes")
         for source, received in incoming.items():
             stream = source, world.index
-            # Cloned for alignment to any dtype.
+            # Cloned for alignment.
             pieces = [piece.clone() for piece in received.split(lengths[stream])]
             fetched |= dict(zip(streams[stream], pieces, strict=True))
         return fetched

@@ -1,7 +1,4 @@
-"""Merge per-rank checkpoints into one, or split one: `python -m fusedmoe.tutel.checkpoint.gather --help`.
-
-Shared by `gather` and `scatter`: detection of MoE layers, and joining and splitting of expert parameters.
-"""
+"""Merge per-rank checkpoints into one (`gather`), or split one (`scatter`)."""
 
 from __future__ import annotations
 
@@ -46,7 +43,10 @@ def arguments_of(description: str | None, given: Sequence[str] | None, **require
 
 
 def read(path: str, namespace: str) -> tuple[Any, State]:
-    """Return a file's content and its state_dict under `namespace`, with keys joined by slashes."""
+    """Return a file's content and its state_dict under the slash-separated keys `namespace`.
+
+    Removes expert numbers from the metadata. Raises `ConfigError` if the file is unreadable or lacks a key.
+    """
     # Reading a pipe would block.
     if not os.path.isfile(path):
         raise ConfigError(f"{path} does not exist or is not a file")
@@ -72,7 +72,8 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
 def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
     """Map the prefix of each layer's expert parameters to its global number of experts.
 
-    `experts`: for old checkpoints, which do not store the number; 0 if unknown.
+    If the state stores no numbers, as in old checkpoints, `experts` (unless 0) is added to it as the number. Raises
+    `ConfigError` if there is no layer.
     """
     if not any(_is_expert_count(key) for key in state) and experts > 0:
         for key in list(state):
@@ -93,31 +94,33 @@ def _is_expert_count(key: str) -> bool:
 
 
 def layer_of(key: str, layers: dict[str, int]) -> int | None:
-    """Return the global number of experts of the parameter's layer, or None for non-expert parameters."""
+    """Return the global number of experts of the parameter's layer; None for other parameters."""
     return next((count for prefix, count in layers.items() if key.startswith(prefix)), None)
 
 
 def joined(parts: list[Tensor], experts: int) -> Tensor:
-    """Join the parts of W ranks, [e, …] each (or shards [1, n, …] of one expert), to [E, …]."""
+    """Join the parts of all ranks, experts [e, …] or shards [1, n, …] of one expert, to [E, …]."""
     whole = torch.cat(parts)
     if parts[0].dim() == 1:
-        # Flat shards are concatenated; padding remains in place.
+        # The padding of flat shards remains in place.
         return whole
     return whole.view(experts, -1, *whole.shape[2:]).clone()
 
 
 def without_padding(key: str, state: State) -> Tensor:
-    """Return a joined parameter, an output bias without its padding."""
+    """Return a joined parameter; an output bias without its padding."""
     if not key.endswith(_BIAS):
         return state[key]
     return state[key][:, : state[key.removesuffix(_BIAS) + _ITS_WEIGHT].shape[-1]].clone()
 
 
 def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
-    """Split [E, …] into the parts of `size` ranks; with fewer experts than ranks, ranks get shards."""
+    """Split [E, …] into the parts of `size` ranks: experts, or with fewer experts than ranks equal shards.
+
+    Raises `ConfigError` if it cannot be split evenly.
+    """
     if whole.dim() == 1 or experts % size == 0:
         return _even(whole, size)
-    # The ranks of an expert hold equal shards.
     shards = size // experts
     if shards and key.endswith(_BIAS):
         whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % shards))

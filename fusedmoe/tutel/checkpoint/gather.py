@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         experts = layer_of(key, layers)
         assert experts is not None
         state[key] = joined(tensors, experts)
-    # The width of a bias follows from its joined weight.
     for key in parts:
         state[key] = without_padding(key, state)
     torch.save(whole, args.output)

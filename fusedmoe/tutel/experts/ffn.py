@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Shards(NamedTuple):
-    """Group of ranks that join their parameters [e, n, …] to [experts, …]: whole experts, or larger shards.
+    """Group of ranks that join their parameters to [experts, …]: whole experts, or larger shards of one.
 
-    `first`: index of the first joined shard within its expert.
+    `first` is the index of the first joined shard within its expert.
     """
 
     group: dist.ProcessGroup | None
@@ -36,21 +36,18 @@ class Shards(NamedTuple):
     first: int
 
     def join(self, parameter: Tensor) -> Tensor:
-        """Join a parameter over ranks. Backward sums the gradient and returns each rank its part."""
+        """All-gather a parameter; backward reduce-scatters the gradient."""
         if self.members == 1:
             return parameter
         return zero_gather(parameter, group=self.group).view(self.experts, -1, *parameter.shape[2:])
 
 
 def shards_of(ctx: MOELayer) -> Shards:
-    """Return the shards that this rank joins for `ctx.adaptive_degree`, r.
-
-    With r = 0 each rank joins all experts of all ranks. With r ≥ 1 each expert remains split into r parts.
-    """
+    """Return the shards that this rank joins: with r = `ctx.adaptive_degree` 0 all experts, else 1/r of its experts."""
     s, r = ctx.sharded_count, ctx.adaptive_degree
     if r == 0:
         return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
-    # The s ranks form r blocks of s/r ranks; a block joins its shards and computes with them.
+    # The s ranks of an expert form r blocks of s/r ranks; a block joins its shards.
     size = s // r
     place = get_world_rank(ctx.group) % s if s > 1 else 0
     first = place // size * size
@@ -67,7 +64,14 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 class _FirstOperation(TorchFunctionMode):
-    """Mode that records the first torch operation of a function without executing it."""
+    """Mode that records the only torch operation of a function, a known activation of `x`, without executing it.
+
+    Attributes:
+        name: name of the activation; "" before the operation.
+        result: stands for the operation's result.
+    Raises:
+        LookupError: an operation that is no known activation, has arguments other than `x`, or is not the first.
+    """
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -79,7 +83,6 @@ class _FirstOperation(TorchFunctionMode):
         options = dict(kwargs or {})
         name = _KNOWN.get(func, "")
         if name == "gelu":
-            # The tanh approximation is an option of one torch function, but a separate activation here.
             name = _GELUS.get(options.pop("approximate", "none"), "")
         alone = len(args) == 1 and args[0] is self.x and not options.pop("inplace", False) and not options
         if self.name or not name or not alone:
@@ -91,35 +94,29 @@ class _FirstOperation(TorchFunctionMode):
 
 
 def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the function's name in `kernels.activation.ACTIVATIONS`, or None if it consists of several operations.
-
-    Determined from the function's first operation, without computing.
-    """
-    # Outside the mode, which would record the creation.
+    """Return the function's name in `kernels.activation.ACTIVATIONS`; None if it is not exactly one of these."""
     x = torch.empty(0, device="cpu")
     watch = _FirstOperation(x)
     try:
         with watch:
             result = function(x)
     except Exception:
-        # The function may fail on a tensor without elements.
         return None
     return watch.name if watch.name and result is watch.result else None
 
 
 Activation = Callable[[Tensor], Tensor]
 INITIALISATIONS = ("0.4", "0.3")
-# Number of multiply-adds below which a batched product over padded blocks is faster. On a CPU, forward and backward: by
-# a quarter at 2²¹, equal at 2²⁴.
+# Number of multiply-adds below which a CPU is faster with a batched product over padded blocks: by a quarter at 2²¹,
+# equal at 2²⁴, forward and backward.
 SMALL = 2**23
 
 
 class FusedExpertsNetwork(nn.Module):
     """Feed-forward experts of a rank, or its shard of one. H: hidden dimension of an expert; s: ranks that share it.
 
-    Parameters (e local experts):
-        batched_fc1_w [e, H/s, D], batched_fc2_w [e, H/s, D_out], batched_fc1_bias [e, H/s], and batched_fc2_bias [e,
-        ⌈D_out/s⌉], this rank's columns. An absent bias is None and has no key in state_dict.
+    Parameters of e local experts: batched_fc1_w [e, H/s, D], batched_fc2_w [e, H/s, D_out], batched_fc1_bias [e, H/s],
+    and batched_fc2_bias [e, ⌈D_out/s⌉], this rank's columns. An absent bias is None and has no key in state_dict.
 
     Args:
         activation_fn, activation_fn_with_self: act(x), or act(x, these experts); ReLU by default.
@@ -198,19 +195,18 @@ class FusedExpertsNetwork(nn.Module):
                         b[i].zero_()
 
     def weights(self, shards: Shards) -> Weights:
-        """Return the weights of this rank's products, joined over ranks as `shards` specifies; differentiable."""
         w1, w2 = shards.join(self.batched_fc1_w), shards.join(self.batched_fc2_w)
         b1 = None if self.batched_fc1_bias is None else shards.join(self.batched_fc1_bias)
         b2, start = None, 0
         if self.batched_fc2_bias is not None:
             b2 = shards.join(self.batched_fc2_bias)
-            # Results are summed over ranks: a rank adds only its own columns of the bias.
+            # Results are summed over ranks, so each rank adds other columns of the bias.
             start = min(shards.first * self.batched_fc2_bias.shape[1], self.output_dim)
             b2 = b2[:, : self.output_dim - start]
         return Weights(w1, w2.transpose(1, 2), b1, b2, start)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
-        """Return weights in x's dtype and the activation name for fusedmoe's kernels, or None to use `forward`."""
+        """Return weights in x's dtype and the activation for fusedmoe's kernels; None if `forward` must be used."""
         # A subclass's forward may compute something else.
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
@@ -225,15 +221,14 @@ class FusedExpertsNetwork(nn.Module):
         return None if name is None else (cast_weights(self.weights(shards_of(ctx)), x_SM), name)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Return the workload of a pass that sends `rows` rows per rank, to choose a schedule."""
+        """Return the workload of a pass in which each rank sends `rows` rows."""
         D, H, E = self.model_dim, self.hidden_size * self.sharded_count, self.local_experts * ep
         matrices = (("w1", "batched_fc1_w"), ("w2", "batched_fc2_w"))
         trained = tuple(name for name, matrix in matrices if is_trained(self, matrix))
         return Workload(1, rows * esp, D, H, E, 1, ep=ep, esp=esp, itemsize=itemsize, trained=trained)
 
     def join(self, ctx: MOELayer) -> tuple[Any, ...] | None:
-        """Gather the weights for all chunks of a call. Collective. None if `forward` may itself communicate."""
-        # A subclass's forward may need other weights, or none.
+        """Gather the weights for all chunks of a call; None for a subclass's `forward` or SKIP_EXPERT. Collective."""
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
         weights = self.weights(shards_of(ctx))
@@ -242,8 +237,7 @@ class FusedExpertsNetwork(nn.Module):
     def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
         """Compute [e, rows, D_out] from [e, rows, D]; with shards, this rank's summand.
 
-        Args:
-            joined: result of `join`. None gathers the weights in this call, which is then collective.
+        `joined` is the result of `join`; None gathers the weights in this call, which is then collective.
         """
         if self.skip_expert:
             return x
@@ -253,7 +247,6 @@ class FusedExpertsNetwork(nn.Module):
             h = h + weights.b1[:, None]
         y = self.activation_fn(h) @ weights.w2.transpose(1, 2)
         if weights.b2 is not None:
-            # The sum over ranks contains each column once.
             after = self.output_dim - weights.b2_start - weights.b2.shape[1]
             y = y + nn.functional.pad(weights.b2, (weights.b2_start, after))[:, None]
         return y
@@ -265,23 +258,20 @@ class FusedExpertsNetwork(nn.Module):
 
 
 def is_trained(module: nn.Module, name: str) -> bool:
-    """Return whether a parameter or its parametrization is trained, without evaluating the parametrization."""
+    """Return whether a parameter is trained, without evaluating a parametrization."""
     return any(one.requires_grad for path, one in module.named_parameters() if name in path.split("."))
 
 
 def can_use_kernels(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
-    """Return whether fusedmoe's kernels may replace `module(x_SM)` and are faster.
-
-    `hidden`: number of elements of the hidden activations, rows x H.
-    """
-    if has_hooks(module):  # a call runs more than `forward`
+    """Return whether fusedmoe's kernels may replace `module` for `hidden` hidden elements (rows x H) and are faster."""
+    if has_hooks(module):
         return False
     # On a CPU, only `forward` rounds half precision as Tutel does.
     return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= SMALL
 
 
 def cast_weights(weights: Weights, x_SM: Tensor) -> Weights:
-    """Convert weights to the dtype of the rows; GPU kernels require a contiguous W2."""
+    """Convert weights to the dtype of the rows, and W2 on GPUs to contiguous memory, as the kernels require."""
     w1, w2, b1, b2 = (None if t is None else t.to(x_SM.dtype) for t in (weights.w1, weights.w2, weights.b1, weights.b2))
     assert w1 is not None and w2 is not None
     return Weights(w1, w2.contiguous() if x_SM.is_cuda else w2, b1, b2, weights.b2_start)

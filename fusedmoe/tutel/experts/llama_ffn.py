@@ -22,11 +22,11 @@ _GATED = {"silu": "swiglu", "gelu": "geglu"}
 class LlamaFFNNetwork(nn.Module):
     """Gated experts of a rank, without biases.
 
-    Each of s ranks holds a flat 1/s of each parameter: W_fc1 and W_fc2, [e, D, H], and W_fc3, [e, H, D]; normal with
-    standard deviation 0.01. A flat part is not a usable shard of an expert: parts are always joined.
+    Each of s ranks that share an expert holds a flat 1/s of each parameter: W_fc1 and W_fc2, [e, D, H], and W_fc3, [e,
+    H, D]; normal with standard deviation 0.01.
 
     Attributes:
-        whole_only: the work of an expert is never split over its ranks, regardless of the adaptive degree.
+        whole_only: the work of an expert is never split over its ranks, because flat parts must be joined.
     """
 
     whole_only = True
@@ -59,7 +59,7 @@ class LlamaFFNNetwork(nn.Module):
             nn.init.normal_(parameter, 0, 0.01)
 
     def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Join W1, W2 [e, D, H] and W3 [e, H, D]; with adaptive degree 0, of all experts."""
+        """Return W1, W2 [e, D, H] and W3 [e, H, D], joined over ranks; with adaptive degree 0, of all experts."""
         w1, w2 = self._joined(ctx, self.W_fc1, self._up), self._joined(ctx, self.W_fc2, self._up)
         return w1, w2, self._joined(ctx, self.W_fc3, self._down)
 

@@ -16,16 +16,18 @@ _MAX_LOG_SCALE = math.log(100.0)
 
 
 class CosineTopKGate(nn.Module):
-    """logits = cos(P·x + b, s_e) · exp(min(temperature, ln 100)).
+    """logits = cos(W·x + b, s_e) · exp(min(temperature, ln 100)).
 
-    Tutel clamps norms at 1e-12; here vectors shorter than 1e-4 are not normalised (`unit_vectors`).
+    Vectors shorter than 1e-4 are not normalised (`unit_vectors`); Tutel clamps norms at 1e-12.
 
-    Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix` [P,
-    E], normal with standard deviation 0.01. With `fp32_gate`, logits and the projector's parameters are float32, even
-    after the model is converted; `sim_matrix` and `temperature` follow the model's dtype, as in Tutel.
+    Parameters: `temperature` [1], ln(1/τ); `cosine_projector` (W [P, D], b [P]); `sim_matrix` [P, E], normal with
+    standard deviation 0.01. With `fp32_gate`, logits and the projector's parameters are float32, even after the model
+    is converted; `sim_matrix` and `temperature` follow the model's dtype, as in Tutel.
 
     Args:
-        proj_dim: P.   init_t: initial τ.   k, options: as for `LinearTopKGate`.
+        k, options: as for `LinearTopKGate`.
+        proj_dim: P.
+        init_t: initial τ.
     """
 
     def __init__(

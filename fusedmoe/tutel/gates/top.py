@@ -13,14 +13,13 @@ from fusedmoe.gates.base import router_logits
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.tutel.impls.fast_dispatch import experts_of_a_token
 
-# Largest model dimension and number of multiply-adds for ordered summation, which takes at most 0.1 ms (a BLAS: 0.01
-# ms) because every step of a sum is a separate operation.
+# Largest model dimension and number of multiply-adds for ordered summation, which then takes at most 0.1 ms.
 ORDERED_M = 64
 ORDERED = 2**15
 
 
 def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
-    """Compute x·Wᵀ in the weights' dtype, or in float32 with fusedmoe's router."""
+    """Compute x·Wᵀ in the weights' dtype, or in float32 with `fp32`."""
     if fp32:
         x_SM, weight_EM = x_SM.float(), weight_EM.float()
     x_SM = x_SM.to(weight_EM.dtype)
@@ -28,9 +27,8 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
     if x_SM.dtype.itemsize < 4:
         return nn.functional.linear(x_SM, weight_EM)
     logits_SE = router_logits(x_SM, weight_EM)
-    # A BLAS sums in an order that depends on its version and the CPU, and gates, softmax and drops amplify a difference
-    # in the last bit. Small float32 products on a CPU use the order of the machine that recorded Tutel's reference
-    # values: small models yield equal values everywhere.
+    # The order of a BLAS's sums depends on its version and the CPU, and drops amplify a difference in the last bit.
+    # Small float32 products on a CPU use the order in which Tutel's reference values were recorded.
     M = x_SM.shape[1]
     small = M <= ORDERED_M and logits_SE.numel() * M <= ORDERED
     if not small or logits_SE.device.type != "cpu" or logits_SE.dtype != torch.float32:
@@ -39,8 +37,7 @@ def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
 
 
 def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """Compute x·Wᵀ, [S, E], in four partial sums: sum i over products i, i + 4, …; total (0 + 2) + (1 + 3)."""
-    # Separate operations round at each step, on every CPU alike.
+    """Compute x·Wᵀ, [S, E], with equal bits on every CPU: (0 + 2) + (1 + 3) of sums i over products i, i + 4, …."""
     products_SEM = x_SM[:, None] * weight_EM
     whole = nn.functional.pad(products_SEM, (0, -products_SEM.shape[2] % 4))
     first, *rest = whole.split(4, dim=2)
@@ -51,7 +48,7 @@ def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 
 
 class _Ordered(Function):
-    """Replace logits = x·Wᵀ by `summed_in_order`. Backward passes the gradient on to the operation that made logits."""
+    """Replaces logits = x·Wᵀ by `summed_in_order`; the gradient is that of the given logits."""
 
     operation, double_backward = "moe_layer: the gate's product", True
 
@@ -72,7 +69,7 @@ class Float32Linear(nn.Linear):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Tutel converts in the first forward; here DDP buckets and optimizers built before it have the final dtype.
+        # Tutel converts in the first forward, after optimizers and DDP buckets have been built.
         self.float()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -82,7 +79,6 @@ class Float32Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Linear:
         super()._apply(fn, recurse)
-        # Conversion has rounded the parameters; keep these values, in float32.
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
             super()._apply(lambda t: t.float(), recurse)
         return self
@@ -90,11 +86,11 @@ class Float32Linear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         if self.weight.dtype != torch.float32:
-            # `load_state_dict(assign=True)` may have replaced parameters by another dtype.
+            # `load_state_dict(assign=True)` replaces parameters.
             self.float()
 
 
-# Options of a gate description that the layer reads; gates ignore them.
+# Options of a gate description that the layer reads.
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
 
 # Arguments of `moe_layer` that describe its routing, often put into gate_type.
@@ -119,7 +115,7 @@ class LinearTopKGate(nn.Module):
 
     Args:
         k: experts per token, at least 1; capped at E.
-        options: `capacity_factor` and `gate_noise`, read by the layer; others raise `ConfigError`.
+        options: `capacity_factor` and `gate_noise`, for the layer; others raise `ConfigError`.
     """
 
     def __init__(

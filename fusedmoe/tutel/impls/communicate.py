@@ -1,6 +1,6 @@
 """Process groups, and collectives with and without gradients (Tutel's signatures).
 
-Backward of each function, for the sum of the ranks' losses:
+Backward of each function, for the sum of the ranks' losses, in the group of the forward:
 
 | function | forward | backward |
 |---|---|---|
@@ -11,8 +11,6 @@ Backward of each function, for the sum of the ranks' losses:
 | spatial_split | own slice | all-gather |
 | allreduce_forward | all-reduce | identity |
 | allreduce_backward | identity | all-reduce |
-
-Every backward uses the group of its forward.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ from fusedmoe.environment import read_integer, read_seconds
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import LinearMap, linear
 
-#: Timeout of every wait for other ranks, in seconds: PyTorch's default for collectives; Tutel's is one day.
+#: Timeout of every wait for other ranks in seconds. The default is PyTorch's; Tutel's is one day.
 TUTEL_GLOBAL_TIMEOUT_SEC = read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
 #: The backend under key "", and results of `create_groups_from_world` by argument.
 TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the size of a group, by default of the job; 1 if torch.distributed is not initialised."""
+    """Return the size of a group (default: the job); 1 if torch.distributed is not initialised."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
@@ -70,19 +68,18 @@ def as_group(handle: ProcessGroup | None) -> Group:
     return group_of(handle or world, "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
-# By world, because a process may create several in sequence; then by (ranks, shards, degree, ranks per node).
+# By world, then by (ranks, shards, degree, ranks per node).
 _TOPOLOGIES: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
 def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
     """Return the topology of a group in which s = `shards` consecutive ranks share an expert. Collective on first use.
 
-    The weights of an expert are split into r = `degree` parts, one for each block of s/r consecutive ranks. The ranks
-    of a block gather the weights of their part and compute it for different tokens. An ESP group has one rank of each
-    block of an expert. An EP group has all ranks with the same part of their expert.
+    The weights of an expert are split into r = `degree` parts, one for each block of s/r consecutive ranks. An ESP
+    group has one rank of each block of an expert, an EP group all ranks with the same part of their expert.
 
-    Example, W = 8, s = 4, r = 2: ranks 0–3 share an expert, in blocks 0, 1 and 2, 3. The ESP groups are (0, 2), (1, 3),
-    (4, 6) and (5, 7), the EP groups (0, 1, 4, 5) and (2, 3, 6, 7).
+    Example of 8 ranks, s = 4, r = 2: ranks 0–3 share an expert, in blocks 0, 1 and 2, 3. The ESP groups are (0, 2), (1,
+    3), (4, 6) and (5, 7), the EP groups (0, 1, 4, 5) and (2, 3, 6, 7).
     """
     W = get_world_size(handle)
     if W == 1:
@@ -112,7 +109,7 @@ class ParallelEnv(SimpleNamespace):
 
 
 def create_standalone_group() -> ProcessGroup | None:
-    """Create a group that contains only this rank. Collective over all ranks."""
+    """Create a group of only this rank; None without torch.distributed. Collective over all ranks."""
     if not dist.is_initialized():
         return None
     _wait_for_ranks(None)
@@ -122,13 +119,13 @@ def create_standalone_group() -> ProcessGroup | None:
 def create_groups_from_world(
     group_count: int, include_init: str | None = None, parent_group: ProcessGroup | None = None
 ) -> ParallelEnv:
-    """Split the world into `group_count` groups of consecutive ranks; a negative count specifies the group size.
+    """Split the world into `group_count` groups of consecutive ranks; a negative count is minus the group size.
 
     Collective over the parent's ranks; equal arguments return the same object.
 
     Args:
         include_init: "nccl" or "gloo": initialise torch.distributed with this backend from the launcher's environment
-            variables. Without a launcher, the job is a single process. None: do not initialise it.
+            variables; without a launcher, the job is a single process. None: do not initialise it.
         parent_group: group to split instead of the world; ranks are then indices in it.
     Raises:
         ConfigError: groups of unequal size; a backend other than before; "nccl" without a GPU.
@@ -138,7 +135,6 @@ def create_groups_from_world(
         _initialise(include_init)
     world = parent if parent is not None else dist.group.WORLD if dist.is_initialized() else None
     key = group_count if parent is None else (group_count, parent)
-    # A world destroyed and created again has other groups under the same key.
     if key not in TUTEL_GROUPING_CACHE or TUTEL_GROUPING_CACHE[key].global_group is not world:
         _wait_for_ranks(parent)
         TUTEL_GROUPING_CACHE[key] = _split(group_count, world)
@@ -148,7 +144,7 @@ def create_groups_from_world(
 def _wait_for_ranks(parent: ProcessGroup | None) -> None:
     members = as_group(parent)
     if members.size > 1:
-        # `new_group` would wait without naming a missing rank; keys in the store show which ranks are present.
+        # `new_group` would wait without naming a missing rank.
         timeout_s, cure = TUTEL_GLOBAL_TIMEOUT_SEC, "set TUTEL_GLOBAL_TIMEOUT_SEC to more seconds"
         members.board.all_gather_json(members.ranks, None, timeout_s, operation="making groups", cure=cure)
 
@@ -160,7 +156,6 @@ def _initialise(backend: str) -> None:
         raise ConfigError("backend='nccl' needs a CUDA GPU; give backend='gloo' to run on CPUs")
     if not dist.is_initialized():
         TUTEL_GROUPING_CACHE.clear()
-    # Tutel's key, which client scripts read.
     known = TUTEL_GROUPING_CACHE.setdefault("", backend)
     if known != backend:
         raise ConfigError(f"already initialised with {known}, requested {backend}: a job has one backend")
@@ -189,7 +184,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         backend = dist.get_backend(world)
     on_gpu = backend == "nccl"
     device = None if backend is None else torch.device("cpu")
-    local_rank = _local("RANK", 0, 0)
+    local_rank = _read_local_variable("RANK", 0, 0)
     if on_gpu:
         local_rank = min(local_rank, torch.cuda.device_count() - 1)
         device = torch.device("cuda", local_rank)
@@ -208,7 +203,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
         model_rank=model_rank,
         local_device=device,
         local_rank=local_rank,
-        local_size=_local("SIZE", read_integer("LOCAL_WORLD_SIZE", 1, 1), 1),
+        local_size=_read_local_variable("SIZE", read_integer("LOCAL_WORLD_SIZE", 1, 1), 1),
         data_group=_group_of([list(range(i, size, inner)) for i in range(inner)], model_rank, world),
         model_group=_group_of([list(range(i, i + inner)) for i in range(0, size, inner)], data_rank, world),
         global_group=world,
@@ -219,7 +214,7 @@ def _split(group_count: int, world: ProcessGroup | None) -> ParallelEnv:
 
 
 def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> ProcessGroup | None:
-    """Create the groups of a grid of ranks, one per row, and return this rank's group."""
+    """Create one group per row of ranks, and return this rank's group, that of row `own`."""
     if world is None or len(grid) == 1:
         return world
     timeout = datetime.timedelta(seconds=TUTEL_GLOBAL_TIMEOUT_SEC)
@@ -231,7 +226,7 @@ def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> Pr
     return dist.new_group(ranks=groups[own], timeout=timeout, use_local_synchronization=True)
 
 
-def _local(what: str, default: int, least: int) -> int:
+def _read_local_variable(what: str, default: int, least: int) -> int:
     return read_integer(f"LOCAL_{what}", read_integer(f"OMPI_COMM_WORLD_LOCAL_{what}", default, least), least)
 
 
@@ -242,13 +237,13 @@ def _part_length(length: int, group: Group) -> int:
 
 
 def _swap_parts(group: Group, rows: Tensor) -> Tensor:
-    """All-to-all of equal parts of [W·n, …] along dimension 0. Its backward is the same all-to-all."""
+    """All-to-all of equal parts along dimension 0, which is its own backward."""
     counts = [_part_length(len(rows), group)] * group.size
     return collectives.all_to_all_rows(group, rows, counts, counts)
 
 
 def _swap_parts_2dh(process_group: ProcessGroup | None, rows: Tensor) -> Tensor:
-    """`_swap_parts` with the two-level algorithm, for nodes of LOCAL_SIZE ranks."""
+    """Compute `_swap_parts` with the two-level algorithm, for nodes of LOCAL_SIZE ranks."""
     algorithm = make_all_to_all("2dh", topology_of(process_group))
     assert isinstance(algorithm, TwoLevel)
     traffic = algorithm.uniform_traffic(_part_length(len(rows), algorithm.group))
@@ -288,14 +283,14 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "
 
 
 def skips_all_to_all() -> bool:
-    """Return whether SKIP_A2A is set: for timing, rows are not sent, and results are wrong."""
+    """Return whether SKIP_A2A is set: rows are not sent, and results are wrong, to time other work."""
     return read_integer("SKIP_A2A", 0) > 0
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait for all ranks of the group. On timeout or failure, raise an error that names the rank."""
+    """Wait for all ranks of the group; raise an error that names a rank that failed or timed out."""
     members = as_group(group)
-    # An all-reduce has a bounded wait and names missing ranks. `tolist` waits for the GPU.
+    # `tolist` waits for the GPU.
     arrived = torch.zeros(1, device=collectives.device_of(members))
     collectives.all_reduce(members, arrived, operation="barrier").tolist()
 
@@ -306,7 +301,6 @@ def simple_all_reduce(
     if get_world_size(group) == 1:
         return input
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
-    # Other operations get a timeout here.
     if op in _OPS:
         return collectives.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
@@ -332,7 +326,7 @@ def simple_reduce_scatter(input: Tensor, group: ProcessGroup | None = None, op: 
     members = as_group(group)
     if op == _SUM:
         return _sum_and_split(members, input.detach())
-    # Not every backend supports reduce-scatter for every operation. Unequal parts raise before communication.
+    # Not every backend supports reduce-scatter for every operation.
     _part_length(len(input), members)
     return _own_part(members, simple_all_reduce(input, group, op))
 
@@ -393,7 +387,7 @@ def all_to_all(
     begun = [out]
 
     def there(rows: Tensor) -> Tensor:
-        # Started once: a second derivative communicates again.
+        # The first call takes the started result; a second derivative communicates again.
         if not begun:
             return swap(rows)
         finish()
@@ -427,9 +421,9 @@ def _own_copy(members: Group, rows: Tensor) -> Tensor:
 
 
 def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """All-gather a tensor from its flat parts. The inverse of `zero_scatter`.
+    """All-gather a tensor from its flat parts, as the inverse of `zero_scatter`.
 
-    `full_shape`: shape of the result, without the padding; None: the parts are concatenated along dimension 0.
+    `full_shape` is the shape of the result, without padding; None concatenates the parts along dimension 0.
     """
     members = as_group(group)
     shape = list(full_shape) if full_shape else [input.shape[0] * members.size, *input.shape[1:]]
@@ -440,7 +434,7 @@ def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: P
 def zero_scatter(
     input: Tensor, scatter_fn: Callable[..., Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, torch.Size]:
-    """Flatten a tensor, pad it to equal parts, and return `scatter_fn` of it (e.g. `simple_split`) and its shape."""
+    """Flatten a tensor, pad it to equal parts, and return `scatter_fn` of it (as `simple_split`) and its shape."""
     flat = input.reshape(-1)
     return scatter_fn(torch.nn.functional.pad(flat, (0, -len(flat) % size_of(group))), group=group), input.shape
 
@@ -456,15 +450,10 @@ def allreduce_backward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None
 def batch_all_to_all_v(
     datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """All-to-all of flat tensors of equal length with parts of any size.
+    """All-to-all of flat tensors of equal length in parts of `partition_sizes[r]` elements for rank r.
 
-    Args:
-        partition_sizes: number of elements sent to each rank.
-    Returns:
-        the received tensors, and the number of elements received from each rank.
-    Raises:
-        ConfigError: the number of sizes differs from the number of ranks, or a tensor's length from their sum. Nothing
-            is sent.
+    Returns the received tensors, and the number of elements received from each rank. Raises `ConfigError` before
+    sending if the sizes do not match the ranks or the tensors.
     """
     members = as_group(group)
     send = [int(size) for size in partition_sizes]
@@ -481,8 +470,7 @@ def batch_all_to_all_v(
 def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[list[Tensor], Tensor]:
     """Concatenate flat tensors of any per-rank length in rank order; also return the lengths.
 
-    Raises:
-        ConfigError: this rank's tensors differ in length. Nothing is sent.
+    Raises `ConfigError` before sending if this rank's tensors differ in length.
     """
     members = as_group(group)
     _require_length("batch_all_gather_v", datas, datas[0].numel())

@@ -1,4 +1,4 @@
-"""Construction of gates and experts from descriptions (dicts, lists of dicts, old names); expert numbers in states."""
+"""Gates and experts made from descriptions (dicts, lists of dicts, old names); expert numbers in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from fusedmoe.sizes import require_within
 from fusedmoe.tutel.impls.dispatcher import Degree
 
 Description = Mapping[str, Any]
-#: Key of the expert numbers in a state_dict's metadata; the keys of the state_dict are Tutel's.
+#: Key of the expert numbers in a state_dict's metadata.
 NUMBERS = "fusedmoe_experts"
 
-# Upper bound; each chunk is a task of a plan.
 _MAX_CHUNKS = 4096
 _COUNTS = ("num_experts_per_device", "count_per_node")
 _OLD_OPTIONS = {
@@ -28,8 +27,7 @@ _OLD_OPTIONS = {
     "nn.Dropout(p), and for results apply nn.Dropout(p) to what the layer returns",
     "fused_custom_fn": "write such experts as a module and give {'type': 'custom', 'module': …}",
 }
-# Options that may differ between ranks: clients may seed experts per rank. Experts of this package are compared as
-# modules.
+# Options that may differ between ranks. Experts of this package are compared as modules.
 RANK_SPECIFIC = (
     *("seeds", "experts", "group", "_group", "_marks", "_dispatchers", "_require_wrapper"),
     *("l_aux", "dispatch_count", "protected_shape", "megablocks_size"),
@@ -54,7 +52,6 @@ def gate_descriptions(gate_type: str | Description | Sequence[Description]) -> S
 
 def make_gate(description: Description, model_dim: int, num_global_experts: int) -> nn.Module:
     """Create a gate with attributes `top_k`, `gate_noise` and `capacity_factor`."""
-    # Tutel's constructor pops keys from the caller's dict, which breaks a second layer.
     options = dict(description)
     kind = options.pop("type", None)
     gate = _find_class("gates", kind, options)(model_dim=model_dim, num_global_experts=num_global_experts, **options)
@@ -69,12 +66,15 @@ def make_gate(description: Description, model_dim: int, num_global_experts: int)
 
 
 def experts_per_rank(description: Description) -> float:
-    """Return the number of experts per rank as the description gives it; −n and 1/n both mean n ranks per expert."""
+    """Return the description's number of experts per rank, by default 1; −n and 1/n mean n ranks per expert."""
     return next((description[name] for name in _COUNTS if name in description), 1)
 
 
 def count_global_experts(per_rank: float, ranks: int) -> int:
-    """Return the number of experts over all ranks. `per_rank`: as returned by `experts_per_rank`."""
+    """Return the number of experts over all ranks, from the result of `experts_per_rank`.
+
+    Raises `ConfigError` if it is invalid for this number of ranks.
+    """
     require_within("moe_layer", num_experts_per_device=per_rank)
     if 0 < per_rank < 1:
         per_rank = -round(1 / per_rank)
@@ -89,7 +89,7 @@ def count_global_experts(per_rank: float, ranks: int) -> int:
 
 
 def parse_degree(degree: Any) -> Degree:
-    """Validate a2a_ffn_overlap_degree: "auto", or a Python, NumPy or tensor integer of at least 1."""
+    """Validate a2a_ffn_overlap_degree: "auto", or a Python, NumPy or tensor integer from 1 to 4096."""
     if degree == "auto":
         return "auto"
     if not isinstance(degree, str) and 0 < degree <= _MAX_CHUNKS and degree == int(degree):
@@ -138,7 +138,7 @@ def store_expert_numbers(
     prefix: str,
     metadata: dict[str, Any],
 ) -> None:
-    """Store the expert numbers in a state's metadata; a `state_dict` hook of the experts."""
+    """Store the expert numbers in a state's metadata and mark its tensors as per rank; a `state_dict` hook."""
     metadata[NUMBERS] = numbers
     for name in state if numbers != list(range(num_global_experts)) else ():
         # DTensors describe their own shard.
@@ -149,7 +149,7 @@ def store_expert_numbers(
 def require_same_experts(
     numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
 ) -> None:
-    """Raise if the state contains another rank's experts; a `load_state_dict` hook."""
+    """Raise `ConfigError` if the state contains another rank's experts; a `load_state_dict` hook."""
     # A plain dict or a state written by Tutel has no expert numbers.
     given = metadata.get(NUMBERS, numbers)
     if given != numbers:

@@ -1,4 +1,4 @@
-"""Dispatcher of a Tutel layer, based on fusedmoe's dispatchers, and the interface to its local experts."""
+"""Dispatcher of a Tutel layer, based on fusedmoe's dispatchers, and its local experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fusedmoe.schedule import Workload
 from fusedmoe.tutel.impls.fast_dispatch import Choice, scaled
 
 Degree = int | Literal["auto"]
-# Maps blocks of rows per local expert, [e, C, D] -> [e, C, D_out]; `joined` is `LocalExperts.joined`.
+# Maps a block of C rows per local expert, [e, C, D] -> [e, C, D_out]; takes `LocalExperts.joined` as `joined`.
 Blocks = Callable[..., Tensor]
 
 
@@ -41,10 +41,9 @@ class LocalExperts:
     """Experts of a rank, e = `count`.
 
     Attributes:
-        fused: parameters and activation for fusedmoe's kernels. None: use `blocks`, any function of [e, C, D],
-            zero-padded for experts with fewer rows.
+        fused: parameters and activation for fusedmoe's kernels. None: use `blocks`, with zeros in unused rows.
         module: the experts module; its optional method `workload(rows, itemsize, ep, esp)` describes a pass.
-        joined: values gathered from other ranks before the call; None if `blocks` needs none.
+        joined: weights gathered from other ranks before the call; None if `blocks` needs none.
     """
 
     count: int
@@ -70,9 +69,11 @@ class LocalExperts:
     def __call__(
         self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, slots: int = 0, counts_RE: Tensor | None = None
     ) -> Tensor:
-        """Run the experts on rows sorted by `layout`; return each token's weighted sum of results.
+        """Run the experts on the tokens' rows; return each token's weighted sum of results.
 
-        `slots`: minimum rows per source rank in a block. `counts_RE`: rows per source and expert; None for one source.
+        Args:
+            slots: minimum number of rows per source rank in a block.
+            counts_RE: rows per source rank and expert; None for one source.
         """
         if self.fused is not None:
             return fused_experts(x_SM, layout, weight_N, *self.fused)
@@ -80,14 +81,13 @@ class LocalExperts:
         rows_NM = permute(x_SM, layout)
         counts_ER = layout.counts_E[:, None] if counts_RE is None else counts_RE.t()
         slots = max(slots, int(counts_ER.max()))
-        # A Tutel block has `slots` rows per source rank, in rank order; custom experts may rely on this.
+        # Custom experts may rely on Tutel's block: `slots` rows per source rank, in rank order.
         length = slots * counts_ER.shape[1]
         counts_G = counts_ER.reshape(-1)
         # Offset in the block of row n, the i-th row of its source and expert.
         shift_G = torch.arange(len(counts_G), device=counts_G.device) * slots - (counts_G.cumsum(0) - counts_G)
         place_N = shift_G.repeat_interleave(counts_G, output_size=layout.rows)
         place_N = place_N + torch.arange(layout.rows, device=place_N.device)
-        # Tutel's unused rows are zero.
         blank = rows_NM.new_zeros(self.count * length, rows_NM.shape[1])
         block = blank.index_copy(0, place_N, rows_NM).view(self.count, length, rows_NM.shape[1])
         out_NM = self.blocks(block, joined=self.joined).flatten(0, 1).index_select(0, place_N)
@@ -101,7 +101,7 @@ class LocalExperts:
         own = tuple(self.module.parameters())
         if self.joined is None:
             return AutogradExperts(self, own, self.module)
-        # The chunk's graph ends at leaves: gradients of joined weights are communicated once, after the last chunk.
+        # Gradients of joined weights are communicated once, after the last chunk.
         leaves = tuple(_leaf(value) for value in self.joined)
         pairs = [pair for pair in zip(self.joined, leaves, strict=True) if isinstance(pair[0], Tensor)]
         joined_tensors, leaf_tensors = zip(*pairs, strict=True)
@@ -117,8 +117,8 @@ class LayerDispatcher:
     """Sends rows to the experts of a topology and returns their results.
 
     Args:
-        topology: ep enumerates expert ranks, esp the parts of an expert's work.
-        dispatch: "direct" or "2dh".
+        topology: its ep axis has the ranks of different experts, its esp axis the parts of an expert's work.
+        dispatch: all-to-all algorithm, "direct" or "2dh".
         replicas: number of ep ranks that compute the same expert; its rows are distributed over them round-robin.
         peers: ranks that make the same call although no rows are exchanged between them.
     """
@@ -130,19 +130,20 @@ class LayerDispatcher:
         self.checks, self._peers = InputChecks(topology, "moe_layer"), None
         if peers is not None and peers.size > 1:
             self._peers = Collectives(peers, make_all_to_all("direct", peers), name="moe_layer")
-        # Exchanges of all calls are numbered, and ranks compare the numbers.
         self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
-        # Streams overlap NCCL kernels with computation; Gloo uses threads.
+        # Gloo uses threads, not streams.
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.runner.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
 
     def exchange_values_error(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
-        """Return an error message for non-finite values here, or None; `through_experts` raises it on all ranks."""
+        """Return this rank's error message for non-finite values or None, for `through_experts` to raise on all ranks.
+
+        On CUDA a later call reports the error.
+        """
         refusal = self.checks.values_error(x_SM, weight_SK)
-        # On CUDA a later call reports it: no host synchronisation.
         if self._peers is not None and not x_SM.is_cuda:
-            # No rows are exchanged: an empty exchange carries the error to all ranks.
+            # Peers exchange no rows, but an empty exchange, which carries the error.
             nothing_E = torch.zeros(self._peers.topology.ep.size, dtype=torch.long, device="cpu")
             form = RowForm(x_SM.dtype, x_SM.shape[1], weight_SK.shape[1], weight_SK.dtype)
             self._peers.exchange_counts(nothing_E, form, refusal)
@@ -168,28 +169,26 @@ class LayerDispatcher:
             weight_SK: weights of the results, or of the inputs without `postscore`.
             capacity: rows per expert accepted from this rank.
             degree: number of overlapped chunks; "auto" selects it. Results do not depend on it.
-            slots: as for `LocalExperts`.
-            keep_local: keep rows on this rank, to time the remaining work.
+            slots: minimum number of rows per source rank in a block.
+            keep_local: send no rows, to time the remaining work: local experts substitute for all experts.
+            refusal: result of `exchange_values_error`.
         """
         if not self._has_remote_rows(keep_local):
             self.checks.refuse(refusal)
-        # The sender drops rows, by expert and capacity.
         layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
         if keep_local:
-            # SKIP_A2A: local experts substitute for all experts, which keeps the amount of work similar.
             layout = self._reassign_experts(layout, choice, lambda expert, _: expert % experts.count, experts.count)
         elif self.replicas > 1:
             # Ranks that compute the same expert receive equal numbers of its rows.
             share = self.replicas
             layout = self._reassign_experts(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
-        # Weighting half-precision results needs float32 or rounds differently from Tutel: send them unweighted.
+        # Half-precision results are sent unweighted: weighting before sending would round differently from Tutel.
         weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._has_remote_rows(keep_local)
-        # Custom experts receive blocks in Tutel's order, first choices first: send one row per (token, expert) pair.
+        # Custom experts receive first choices first, as in Tutel: send one row per (token, expert) pair.
         in_blocks = experts.fused is None and self._has_remote_rows(keep_local)
         if postscore and not weighted_here and not in_blocks:
             return self._run(Routed(x_SM, layout, weight_SK, refusal), experts, degree, slots, keep_local)
         layout = layout.exact()
-        # Rows are sorted here and sent as independent tokens with an identity layout.
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
@@ -208,7 +207,6 @@ class LayerDispatcher:
             plans = partial(self._plans_for, degree, experts.workload)
             self._collectives.find_plans = plans if overlaps else find_no_plans
             return self._collectives.through_experts(routed, experts)
-        # Experts called as a module, once for all rows: autograd records all operations.
         dispatcher = self._collectives if is_remote else Local()
         rows_RM, handle = dispatcher.dispatch(routed)
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, slots, handle.counts_RE)
@@ -217,7 +215,7 @@ class LayerDispatcher:
     def _reassign_experts(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
     ) -> Layout:
-        """Change the expert of each kept (token, expert) pair to `number(expert, index at that expert)`; sort again."""
+        """Return a layout in which the expert of each kept pair is `number(expert, index at that expert)`."""
         place_SK = layout.row_SK - layout.offsets_E1.long()[choice.expert_SK]
         dealt_SK = torch.where(layout.row_SK < 0, -1, number(choice.expert_SK, place_SK))
         return order(dealt_SK, experts, None, choice.priority_S)
@@ -230,22 +228,21 @@ class LayerDispatcher:
         exchange: Exchange,
         in_chunks: Callable[[], ChunkExperts] | None,
     ) -> AssignedPlans | None:
-        """Return plans for the largest number of rows that any rank sends. The first call of a kind is collective."""
+        """Return plans for the largest number of rows that any rank sends; collective for new arguments."""
         if in_chunks is None:
             return None
         topology = self.topology
         workload = costs = None
         if degree == "auto":
             assert find is not None
-            # A power of two limits the number of sizes to plan.
             rows = 1 << (exchange.max_pairs - 1).bit_length() if exchange.max_pairs else 1
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size).sending(
                 exchange.tokens_per_pair
             )
-        can_regroup = in_chunks().can_regroup
-        key = (degree, workload, can_regroup)
+        can_rechunk = in_chunks().can_rechunk
+        key = (degree, workload, can_rechunk)
         if key not in self._plans:
-            # Planning may run measurements within a forward; hide them from autograd's hooks and modes.
+            # Hides measurements from autograd's hooks and modes.
             with measurement_context():
                 if degree == "auto":
                     schedule = Schedule.named("auto")
@@ -254,8 +251,7 @@ class LayerDispatcher:
                     schedule = Schedule("tutel", degrees=(degree, degree))
                 assert schedule is not None
                 kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-                plans = schedule.plans(kinds, workload, costs, can_regroup=can_regroup)
-                # Ranks with different plans would deadlock.
+                plans = schedule.plans(kinds, workload, costs, can_rechunk=can_rechunk)
                 require_same_plans(topology, plans)
             self._plans[key] = plans
         return AssignedPlans(self._plans[key])

@@ -1,4 +1,4 @@
-"""Functional routing and padded dispatch: scores to choices and capacities, tokens to [E, C, D] and back."""
+"""Routing and padded dispatch as functions: scores to choices and capacities, tokens to [E, C, D] and back."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Choice:
         return len(self.count_E)
 
     def locations(self) -> Tensor:
-        """Return [T, K], each pair's index at its expert, including dropped pairs; choice k precedes choice k + 1."""
+        """Return each pair's index at its expert, [T, K], including dropped pairs; first choices come first."""
         layout = order(self.expert_SK, self.experts, None, self.priority_S)
         return layout.row_SK - layout.offsets_E1.long()[self.expert_SK]
 
     def dispatch_count(self) -> Tensor:
-        """Return Tutel's `dispatch_count` [E]: rows per expert (`count_E`). With priorities, Tutel's value differs."""
+        """Return Tutel's `dispatch_count` [E]: `count_E`, or with priorities a value that differs from it."""
         if self.priority_S is None or not len(self.expert_SK):
             return self.count_E
-        # Tutel derives it from the last token: tokens with the expert as an earlier choice, plus one, plus the last
-        # token's index if that is its last choice. Reproduced to compare runs with Tutel; capacities use `count_E`.
+        # To compare runs with Tutel: tokens with the expert as an earlier choice, plus one, plus the last token's index
+        # if that is its last choice.
         result_E = expert_load(self.expert_SK[:, :-1], self.experts)
         last = self.expert_SK[-1, -1]
         result_E[last] = self.locations()[-1, -1]
@@ -60,14 +60,14 @@ class Choice:
 
 
 def experts_of_a_token(k: int, experts: int) -> int:
-    """Return `k` (a Python, NumPy or tensor integer), capped at the number of experts."""
+    """Return `k` as int, capped at the number of experts. Raises `ConfigError` for k < 1."""
     if int(k) < 1:
         raise ConfigError(f"a token cannot get k = {int(k)} experts; choose a number from 1 on")
     return min(int(k), experts)
 
 
 def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> Choice:
-    """Choose the k highest scores of each token, capped at all experts; ties select the lower expert.
+    """Choose the k highest scores of each token; ties select the lower expert.
 
     Weights are the scores; with `normalize` and k > 1 they are divided by their sum (at least eps), including dropped
     choices. With `prioritised` (batch-prioritised routing) a token's priority is its highest score.
@@ -78,30 +78,25 @@ def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> 
     expert_SK = top_experts(scores_SE, k)
     weight_SK = scores_SE.gather(1, expert_SK)
     if normalize and k > 1:
-        # Added one by one to round half precision as Tutel does.
+        # Sums in Tutel's order, for equal rounding.
         total_S = sum(weight_SK.unbind(1), torch.zeros_like(scores_SE[:, 0]))
         divisor_S = total_S.clamp(min=torch.finfo(scores_SE.dtype).eps)
-        weight_SK = weight_SK / divisor_S.where(total_S != 0, 1.0)[:, None]  # zeros keep gradients at their usual scale
+        weight_SK = weight_SK / divisor_S.where(total_S != 0, 1.0)[:, None]
     priority_S = scores_SE.detach().amax(1) if prioritised else None
     return Choice(expert_SK, weight_SK, priority_S, expert_load(expert_SK, scores_SE.shape[1]))
 
 
-# Tutel rounds capacities beyond this number of rows up to full tiles.
+# Tutel rounds alignments beyond this number of rows up to full tiles.
 _TILED, _TILE = 256, 128
 
 
 def capacity_of(
     factor: float, top_k: int, tokens: int, experts: int, most_chosen: Callable[[], int], alignment: int = 1
 ) -> int:
-    """Return the capacity, rounded up to a multiple of `alignment`.
+    """Return the capacity for factor f and T tokens, rounded up to a multiple of `alignment`.
 
-    Before rounding, for f > 0: k·int(f·⌈T/E⌉). For f = 0: the largest number of tokens at any expert. For f < 0: the
-    smaller of that number and k·int(−f·⌈T/E⌉).
-
-    24 tokens, 4 experts, k = 2, f = 1.25 give 2·int(1.25·6) = 14; with alignment 4, 16.
-
-    Args:
-        most_chosen: returns the largest number of tokens per expert over all ranks; called for f ≤ 0 only.
+    Before rounding, for f > 0: k·int(f·⌈T/E⌉). For f = 0: `most_chosen()`, the largest number of tokens per expert on
+    any rank. For f < 0: the smaller of that number and k·int(−f·⌈T/E⌉).
     """
     require_within("moe_layer", capacity_factor=factor)
     share = -(-tokens // experts)
@@ -115,17 +110,18 @@ def capacity_of(
 
 
 def alignment_of(shards: int, overlap_degree: int, megablocks_size: int = 0) -> int:
-    """Return Tutel's capacity alignment: shards · degree, and whole sparse blocks."""
+    """Return the number of rows that Tutel's capacity is a multiple of.
+
+    This is shards · degree, rounded up to a multiple of `megablocks_size` (if > 0) and, if the result is above 256, to
+    a multiple of 128.
+    """
     block = max(megablocks_size, 1)
     alignment = -(-shards * overlap_degree // block) * block
     return -(-alignment // _TILE) * _TILE if alignment > _TILED else alignment
 
 
 class Critical(NamedTuple):
-    """Routing decisions as Tutel's `extract_critical` returns them (`crit`).
-
-    Lists have one tensor [T] for each of a token's choices.
-    """
+    """Routing decisions as Tutel's `extract_critical` returns them; lists have one tensor [T] per choice."""
 
     num_global_experts: int
     indices: list[Tensor]
@@ -146,10 +142,10 @@ def extract_critical(
     group: dist.ProcessGroup | None = None,
     inequivalent_tokens: bool = False,
 ) -> tuple[Critical, Tensor | None]:
-    """Route [T, E] scores; return (E, experts, locations, weights, capacity, counts), and `loss_fn(scores, top_ids)`.
+    """Route [T, E] scores; return the decisions and `loss_fn(scores, top_ids)`, None without `loss_fn`.
 
     Args:
-        capacity_factor, alignment: see `capacity_of`; collective over `group` for factors ≤ 0.
+        capacity_factor, alignment: arguments of `capacity_of`; collective over `group` for factors ≤ 0.
         inequivalent_tokens: compute the capacity from the largest T in the group; collective.
     Raises:
         ConfigError: NaN or infinite scores (on CUDA: a device assertion).
@@ -160,7 +156,6 @@ def extract_critical(
     choice = choose(scores, top_k, normalize=normalize_gate, prioritised=batch_prioritized_routing)
     loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
     capacity = agreed_capacity(choice, capacity_factor, alignment, group, inequivalent_tokens)
-    # Tutel returns lists of int32, one tensor per choice.
     indices, locations = (list(t.int().unbind(1)) for t in (choice.expert_SK, choice.locations()))
     gates = list(choice.weight_SK.unbind(1))
     return Critical(choice.experts, indices, locations, gates, capacity, choice.dispatch_count()), loss
@@ -169,13 +164,12 @@ def extract_critical(
 def agreed_capacity(
     choice: Choice, factor: float, alignment: int, group: dist.ProcessGroup | None, inequivalent_tokens: bool
 ) -> int:
-    """Return `capacity_of` this rank's choice; collective for factors ≤ 0 or `inequivalent_tokens`."""
+    """Return the capacity for this rank's choice. Collective for factors ≤ 0 or `inequivalent_tokens`."""
 
     def most(value: int) -> int:
         return int(simple_all_reduce(choice.count_E.new_tensor(value), group, dist.ReduceOp.MAX))
 
     tokens, top_k = choice.expert_SK.shape
-    # Otherwise ranks with fewer tokens would compute a smaller capacity and blocks of another size.
     tokens = most(tokens) if inequivalent_tokens else tokens
     return capacity_of(factor, top_k, tokens, choice.experts, lambda: most(int(choice.count_E.max())), alignment)
 
@@ -217,7 +211,7 @@ class _Scaled(Function):
 
 
 def scaled(rows_NM: Tensor, weight_N: Tensor) -> Tensor:
-    """Return weight_N[n] · rows_NM[n] in the wider dtype of the weights. Saves both for backward without conversion."""
+    """Return weight_N[n] · rows_NM[n] in the dtype of the weights. Saves both for backward."""
     return _Scaled.apply(rows_NM, weight_N)
 
 
@@ -232,11 +226,10 @@ class _PairSlots(NamedTuple):
     @classmethod
     def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _PairSlots:
         expert_SK, slot_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
-        # Clients mark dropped pairs by a negative expert or a location beyond the capacity.
         kept_SK = (expert_SK >= 0) & (slot_SK >= 0) & (slot_SK < capacity)
         pair_N = kept_SK.reshape(-1).nonzero()[:, 0]
         flat_N = (expert_SK * capacity + slot_SK).reshape(-1)[pair_N]
-        # Rows of an expert become contiguous; stable, because masked tokens may share a slot.
+        # Stable, because masked tokens may share a slot.
         flat_N, by = flat_N.sort(stable=True)
         pair_N = pair_N[by]
         rows = torch.arange(len(pair_N), device=pair_N.device)
@@ -252,7 +245,7 @@ class _PairSlots(NamedTuple):
 class TutelMoeFastDispatcher:
     """Dispatch by given choices: `update(indices, locations, gates)`, `encode` [T, D] -> [E·C, D], `decode` back.
 
-    Pairs with a negative index or a location beyond the capacity are dropped; rows with equal index and location are
+    Pairs with a negative index or a location outside the capacity are dropped; rows with equal index and location are
     added. Results have dtype `dispatch_dtype`; rows are weighted and added in at least float32.
     """
 
@@ -272,9 +265,11 @@ class TutelMoeFastDispatcher:
         """Set the choices for subsequent calls.
 
         Args:
-            indices_, locations_, gates_: per choice its experts, slots and weights, any dtype, [T] or [T, 1].
+            indices_, locations_, gates_: experts, slots and weights per choice, any dtype, [T] or [T, 1].
             capacity: new C; None or 0 keeps the current capacity.
             is_postscore: `decode` applies the weights, otherwise `encode`.
+        Raises:
+            ConfigError: tensors of unequal numbers or sizes; an expert that does not exist.
         """
         indices, locations = ([t.to(torch.int32).reshape(-1) for t in given] for given in (indices_, locations_))
         gates = self._weights(gates_)
@@ -299,7 +294,7 @@ class TutelMoeFastDispatcher:
         rows_NM = permute(_rows(data, self.sample_size, "encode", "tokens"), self._slots.layout)
         if gates:
             rows_NM = self._weighted(rows_NM, gates)
-        # Added, not copied: clients assign masked tokens, with weight zero, the slot of another token.
+        # Added, because clients assign masked tokens, with weight zero, the slot of another token.
         rows_NM = rows_NM.to(torch.promote_types(rows_NM.dtype, self.dtype))
         blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
         return blank.index_add(0, self._slots.slot_N, rows_NM).to(dtype)
@@ -329,10 +324,7 @@ fast_dispatcher = TutelMoeFastDispatcher
 
 
 class GatingEncoder:
-    """Tutel's class: `apply(dispatcher, data, *gates)` returns data's rows in their slots [E·C, D], in data's dtype.
-
-    With gates, the rows are multiplied by them.
-    """
+    """Tutel's class: `apply(dispatcher, data, *gates)` returns the rows of `data`, times any gates, in their slots."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, reshaped_input: Tensor, *gates_: Tensor) -> Tensor:
@@ -340,7 +332,7 @@ class GatingEncoder:
 
 
 class GatingDecoder:
-    """Tutel's class: `apply(dispatcher, rows, *gates)` sums each token's rows, times any gates, in rows' dtype."""
+    """Tutel's class: `apply(dispatcher, rows, *gates)` returns the sum of each token's rows, times any gates."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, expert_output: Tensor, *gates_: Tensor) -> Tensor:

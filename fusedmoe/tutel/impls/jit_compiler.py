@@ -22,13 +22,13 @@ _NAME = re.compile(rf"__global__\b(?:\s+\w+|\s*{_BOUNDS})*?\s*\bvoid\b(?:\s*{_BO
 class JitCompiler:
     """Compiler of CUDA source: `generate_kernel({'N': 4}, source)` returns a function of tensors and numbers.
 
-    The source contains one `__global__` function, `@NAME@` placeholders, and comments that specify its grid: `//
-    [thread_extent] blockIdx.x = 128`.
+    The source contains one `__global__` function, placeholders `@NAME@`, and comments that specify the grid, such as
+    `// [thread_extent] blockIdx.x = 128`.
     """
 
     @staticmethod
     def create_raw(source: str) -> Callable[..., None]:
-        """Return the function of a source without placeholders; call it with tensors, then `extra=[numbers]`."""
+        """Return the function of a source without placeholders: it takes tensors, then `extra=[numbers]`."""
         named = _NAME.search(source)
         if named is None:
             raise ConfigError("the source has no `__global__ void name(…)`")
@@ -47,7 +47,7 @@ class JitCompiler:
 
     @staticmethod
     def generate_kernel(keyword_dict: Mapping[str, Any], template: str) -> Callable[..., None]:
-        """Replace `@NAME@` in a template by the values of `keyword_dict`, and return the kernel's function."""
+        """Replace placeholders by the values of `keyword_dict`, and return the kernel's function."""
         for name, value in keyword_dict.items():
             template = template.replace(f"@{name}@", str(value))
         return JitCompiler.create_raw(template)

@@ -16,7 +16,7 @@ def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
         top_ids: [S, K] choices, any integer dtype.
     """
     S, E = scores_w_noise.shape
-    # Equals `balance_loss` of first choices, but summed in Tutel's order, which matters in half precision.
+    # Summed in Tutel's order, which matters in half precision.
     share_SE = torch.zeros_like(scores_w_noise).scatter_(1, top_ids[:, :1].long(), E / max(S, 1))
     return (scores_w_noise.sum(0) * share_SE.sum(0)).sum() / max(S, 1)
 
@@ -31,8 +31,8 @@ def load_importance_loss(
         topk_logits: [S, K] noisy logits of the choices.
         gate_noise: positive, also in evaluation; the noise has standard deviation gate_noise / E.
     """
-    # Compares the *softmax* without noise with the raw noisy logit of the last choice, as Tutel does; Shazeer et al.
-    # (2017) compare logits with logits.
+    # Tutel compares the softmax without noise with the noisy logit of the last choice; Shazeer et al. (2017) compare
+    # logits with logits.
     scores, threshold = scores_wo_noise, topk_logits[:, -1:]
     if scores.dtype.itemsize < 4:
         scores, threshold = scores.float(), threshold.float()

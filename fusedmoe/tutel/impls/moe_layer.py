@@ -40,33 +40,33 @@ class MOELayer(Constructed, nn.Module):
         model_dim: D, even.
         experts: `{'type': 'ffn' | 'llama_ffn' | 'custom', 'num_experts_per_device': n, …}`, or `count_per_node`, by
             default 1; −n or 1/n: n ranks share an expert.
-        scan_expert_func: called with the name of each expert parameter and the parameter.
+        scan_expert_func: called with the name and the tensor of each expert parameter.
         result_func: applied to the result.
         group: ranks over which experts are distributed; None for all.
         seeds: (gate, experts, after): random seeds for gate i (gate + i), for the experts, and after construction.
         a2a_ffn_overlap_degree: number of chunks whose communication overlaps with computation, by Tutel's plan; the
-            capacity is rounded up to a multiple, as in Tutel. "auto": selected by predicted time on this machine,
-            without rounding.
+            capacity is rounded up to a multiple. "auto": selected by predicted time on this machine, without rounding.
         is_postscore: gates multiply results, otherwise expert inputs.
         batch_prioritized_routing: the most confident tokens are placed first (also BATCH_PRIO=1).
         normalize_gate: for k > 1 the gates of a token are divided by their sum.
         is_gshard_loss: otherwise the load-and-importance loss, which needs gate_noise > 0.
-        parallel_type: how ranks that share an expert divide its work: 'adaptive:R', 'data' (R = 1), 'model' (R = number
-            of these ranks), 'auto'. R = 0 gathers all experts on all ranks, R ≥ 1 splits an expert's work into R parts,
-            with equal results.
+        parallel_type: how ranks that share an expert divide its work: 'adaptive:R', 'data' or 'auto' (R = 1), 'model'
+            (R = number of these ranks). R = 0 gathers all experts on all ranks, R ≥ 1 splits an expert's work into R
+            parts, with equal results.
         use_2dh: two-level all-to-all, across and inside nodes of LOCAL_SIZE ranks.
 
     Attributes:
         l_aux: loss of the last forward, also an attribute of its result.
-        dispatch_count: [E] tokens of this rank that chose each expert (see `Choice.dispatch_count`).
+        dispatch_count: [E] tokens of this rank that chose each expert, as `Choice.dispatch_count` returns them.
         protected_shape: shape of the experts' last results, [e, rows, …].
 
-    Parameters and buffers: `gates.i.…`, `experts.…`, `_num_global_experts`. Loading a checkpoint without the last emits
-    a warning, a different number raises AssertionError. Missing expert parameters become zeros; parameters with an
-    equal number of elements are reshaped. In a compiled model the layer runs eagerly, with a graph break.
+    Loading a checkpoint with another number of experts raises AssertionError. Missing expert parameters become zeros,
+    with a warning; parameters with an equal number of elements are reshaped. In a compiled model the layer runs
+    eagerly, with a graph break.
 
     Raises:
-        ConfigError: invalid or unknown arguments.
+        AssertionError: odd `model_dim`.
+        ConfigError: other invalid arguments, or unknown ones.
     """
 
     # By name of expert parameter; absent in layers pickled by earlier versions.
@@ -111,16 +111,14 @@ class MOELayer(Constructed, nn.Module):
             raise ConfigError(f"moe_layer has no argument {', '.join(map(repr, kwargs))}")
         if not isinstance(experts, Mapping):
             raise ConfigError(f"moe_layer needs experts={{'type': …}}, and got {experts!r}")
-        # Process groups cannot be copied; the holder makes the layer deep-copyable.
         self._group = _GroupHolder(group)
         self.result_func = result_func
         self.skip_moe = read_integer("SKIP_MOE", 0) != 0
         self.world_size = size_of(group)
         E = self.global_expert_count(described.experts_per_rank(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(E, device=None))
-        # A host copy: reading the buffer synchronises with the GPU.
+        # Reading the buffer would synchronise with the GPU.
         self.num_global_experts = E
-        # With fewer experts than ranks, s consecutive ranks hold shards of the same expert.
         self.num_local_experts = max(1, E // self.world_size)
         self.sharded_count = s = max(1, self.world_size // E)
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
@@ -141,7 +139,6 @@ class MOELayer(Constructed, nn.Module):
             # Tutel's mark: clients exclude these gradients from their own all-reduce.
             parameter._tutel_expert = True  # type: ignore[attr-defined]
         self._record_expert_marks()
-        # By hooks, because experts may be of any class.
         numbers = self._numbers()
         self.experts.register_state_dict_post_hook(partial(described.store_expert_numbers, numbers, E))
         self.experts.register_load_state_dict_pre_hook(partial(described.require_same_experts, numbers))
@@ -153,7 +150,7 @@ class MOELayer(Constructed, nn.Module):
         _seed(last_seed)
         if self.world_size > 1:
             rank, own = get_world_rank(), dist.get_process_group_ranks(self.group)
-            # Ranks outside the group may be replicas; only the client knows.
+            # Ranks outside the group may be replicas.
             replicas = set(range(get_world_size())).difference(own)
             self._require_wrapper = WrapperCheck(self.experts, rank, replicas | {rank})
 
@@ -162,15 +159,12 @@ class MOELayer(Constructed, nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
-        """Return E for n experts on each rank of the group; −n and 1/n mean that n ranks share one."""
+        """Return the number of experts for n on each rank of the group; −n and 1/n mean that n ranks share one."""
         return described.count_global_experts(num_local_experts, get_world_size(group))
 
     @property
     def expert_ranks(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks over which experts are split, by axis.
-
-        Ranks along ep hold different experts, and ranks along esp hold shards of the same experts.
-        """
+        """Return the ranks with different experts ("ep"), and the ranks with shards of the same experts ("esp")."""
         s, at = self.sharded_count, get_world_rank(self.group)
         ranks = dist.get_process_group_ranks(self.group) if self.world_size > 1 else [get_world_rank()]
         return {"ep": tuple(ranks[at % s :: s]), "esp": tuple(ranks[at - at % s :][:s])}
@@ -182,9 +176,11 @@ class MOELayer(Constructed, nn.Module):
 
     @property
     def shardings(self) -> dict[str, dict[str, int]]:
-        """Return the sharding of expert parameters over ep and esp, for `fusedmoe.training`."""
-        # Experts may declare it in their attribute `shardings`. Without it, [local experts, …] is part of a full tensor
-        # and other shapes are local to each rank, as in Tutel. How ranks that share an expert split it is unknown.
+        """Return the sharding of expert parameters over ep and esp, for `fusedmoe.training`.
+
+        Experts may declare it in their attribute `shardings`. Without it, tensors [local experts, …] are parts of full
+        tensors, and others are local to each rank.
+        """
         stated = parameter_shardings(self.experts, marked=False)
         own = (*self.experts.named_parameters(), *self.experts.named_buffers())
         return {f"experts.{name}": stated[name] if name in stated else self._sharding(tensor) for name, tensor in own}
@@ -212,7 +208,6 @@ class MOELayer(Constructed, nn.Module):
         if degree not in self.valid_rs:
             sharers = f"{self.sharded_count} ranks share an expert"
             raise ConfigError(f"adaptive degree {degree}: {sharers}, so choose one of {self.valid_rs}")
-        # A dictionary key, which a tensor cannot be.
         return int(degree)
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -237,14 +232,15 @@ class MOELayer(Constructed, nn.Module):
 
         Args:
             capacity_factor, top_k: override the gate's values; factor 0 drops nothing, −f drops nothing up to factor f.
+            gate_index: gate to use.
             a2a_ffn_overlap_degree, adaptive_r: replace the layer's values permanently.
-            reserve_dims: number of trailing dimensions of a token; custom experts receive these dimensions unflattened.
+            reserve_dims: number of trailing dimensions of a token; custom experts receive them unflattened.
             inequivalent_tokens: compute the capacity from the largest number of tokens on any rank.
-            megablocks_size: in single-process evaluation the capacity is rounded up to a multiple, as in Tutel.
+            megablocks_size: in single-process evaluation the capacity is rounded up to a multiple of it, as in Tutel.
         Raises:
-            ConfigError: in one process, NaN or infinite input or router weights (on CUDA: in a later call). Over ranks,
-                PyTorch's DistributedDataParallel or FSDP2 around the experts.
-            RankError: non-finite values, on all ranks of the group before communication, naming the rank; in the first
+            ConfigError: invalid arguments; in one process, NaN or infinite input or router weights (on CUDA: in a later
+                call); with several ranks, PyTorch's DistributedDataParallel or FSDP2 around the experts.
+            RankError: NaN or infinite values on a rank of the group, before communication on all ranks; in the first
                 call, gates that differ between ranks.
         """
         if self.skip_moe:
@@ -273,22 +269,19 @@ class MOELayer(Constructed, nn.Module):
             self._require_wrapper()
         # A selective checkpoint would search the saved operators for the metadata exchange.
         with topology_of(self.group).guard("moe_layer.forward"), without_selective_checkpoint():
-            # CUDA calls do not synchronise and defer their errors.
             dispatcher.checks.raise_deferred()
             x_SM = input.reshape(-1, token_shape.numel())
-            # Tutel's router receives rounded tokens.
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
-            # Before the capacity all-reduce, where a rank that raised alone would block the others.
+            # Before the capacity all-reduce, which would wait for a rank that raised alone.
             refusal = dispatcher.exchange_values_error(x_SM, choice.weight_SK)
             self.dispatch_count = choice.dispatch_count()
             degree = self.a2a_ffn_overlap_degree
-            # Results must not depend on a degree chosen by the scheduler: only an explicit degree rounds the capacity.
+            # Results must not depend on an automatic degree.
             alignment = alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size)
             factor = gate.capacity_factor if capacity_factor is None else capacity_factor
             capacity = agreed_capacity(choice, factor, alignment, self.group, inequivalent_tokens)
             experts = self._local_experts(x_SM, choice, token_shape, capacity)
-            # Results are weighted in at least float32.
             weight_SK = choice.weight_SK.to(torch.promote_types(choice.weight_SK.dtype, torch.float32))
             y_SM = dispatcher.through_experts(
                 x_SM,
@@ -303,7 +296,7 @@ class MOELayer(Constructed, nn.Module):
                 refusal=refusal,
             )
         y = y_SM.to(input.dtype).reshape(*input.shape[:-reserve_dims], *self.protected_shape[2:])
-        # Without a graph, adding this loss to another one raises an error that explains it.
+        # Without a graph, adding this loss to another one raises an explanatory error.
         if not torch.is_grad_enabled():
             l_aux = guard_aux_loss(l_aux, "moe_layer.l_aux", next(gate.parameters(), None) if self.training else None)
         self.l_aux = y.l_aux = l_aux  # type: ignore[attr-defined]
@@ -317,7 +310,7 @@ class MOELayer(Constructed, nn.Module):
 
     def _route(self, x_SM: Tensor, gate: Any, top_k: int | None) -> tuple[Choice, Tensor]:
         E = self.num_global_experts
-        # Autocast would round the router's product and change the routing.
+        # Autocast would change the routing.
         with outside_autocast(x_SM.device.type):
             logits_SE = noisy_SE = gate(x_SM)
             if self.training and gate.gate_noise > 0:
@@ -332,13 +325,12 @@ class MOELayer(Constructed, nn.Module):
             return choice, losses.load_importance_loss(logits_SE.softmax(1), chosen_SK, E, gate.gate_noise)
 
     def _parts(self) -> int:
-        """Return r, the number of parts of an expert's work; at most 1 if the experts cannot be split."""
+        """Return the adaptive degree, at most 1 if the experts cannot be split."""
         return min(self.adaptive_degree, 1) if getattr(self.experts, "whole_only", False) else self.adaptive_degree
 
     def _dispatcher(self) -> LayerDispatcher:
-        """Return the dispatcher for `adaptive_degree` (Tutel's `adaptive_r`). Collective when a value is first used."""
+        """Return the dispatcher for the adaptive degree. Collective on first use of a degree."""
         r, s = self._parts(), self.sharded_count
-        # The comparison is collective: only in the first call.
         if not self._dispatchers and self.world_size > 1:
             self._compare_gates()
         if r not in self._dispatchers:
@@ -350,9 +342,8 @@ class MOELayer(Constructed, nn.Module):
         return self._dispatchers[r]
 
     def _compare_gates(self) -> None:
-        """Check that layers and initial gates agree over ranks; clients reduce the gates' gradients."""
+        """Raise `RankError` unless layers and initial gates agree over ranks. Collective."""
         topology = topology_of(self.group)
-        # A mismatch of the result width cannot be detected after sending.
         widths = {"model_dim": self.model_dim, "output_dim": getattr(self.experts, "output_dim", None)}
         facts = widths | {"experts": type(self.experts).__name__} | describe_part(self, "layer")
         if not type(self.experts).__module__.startswith("fusedmoe."):
@@ -361,7 +352,6 @@ class MOELayer(Constructed, nn.Module):
         gates = [
             (f"moe_layer: gates.{name}", topology.world, parameter)
             for name, parameter in self.gates.named_parameters()
-            # Sharded gates are gathered to one value by whoever shards them.
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         ]
         seed = "Call torch.manual_seed with the same seed on every rank before the model is made"
@@ -376,13 +366,12 @@ class MOELayer(Constructed, nn.Module):
     def _local_experts(self, x_SM: Tensor, choice: Choice, token_shape: torch.Size, capacity: int) -> LocalExperts:
         gathered, module = self._parts() == 0, cast("Any", self.experts)
         count, sources = (self.num_global_experts, 1) if gathered else (self.num_local_experts, self.world_size)
-        # A client's module is only called.
         fused = module.fused(self, x_SM, choice.expert_SK.numel()) if hasattr(module, "fused") else None
         if fused is not None:
             rows = sources * self._slots(capacity)
             self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
-        # Gather the weights of shared experts once: inside chunks, gathers would run concurrently with exchanges of
-        # other chunks, in different orders on different ranks.
+        # Gather weights once: inside chunks, gathers would run concurrently with other chunks' exchanges, in different
+        # orders on different ranks.
         joined_weights = module.join(self) if fused is None and hasattr(module, "join") else None
         blocks = partial(self.expert_local, reserve_shape=token_shape)
         return LocalExperts(count, fused, blocks, module, joined_weights)
@@ -390,11 +379,8 @@ class MOELayer(Constructed, nn.Module):
     def expert_local(self, x: Tensor, reserve_shape: Sequence[int], joined: Any = None) -> Tensor:
         """Run the experts on [e, C, D], custom experts on [e, C, *reserve_shape]; return [e, C, …].
 
-        Args:
-            joined: weights gathered by the experts' `join`. None: the experts gather their own; the call is then
-                collective.
+        `joined` has the weights gathered by the experts' `join`; with None, the call may be collective.
         """
-        # Experts of this package expect flattened tokens.
         if hasattr(self.experts, "fused"):
             y: Tensor = self.experts(x, self) if joined is None else self.experts(x, self, joined)
             self.protected_shape = self._shape_like(reserve_shape, *y.shape)
@@ -405,13 +391,12 @@ class MOELayer(Constructed, nn.Module):
 
     @staticmethod
     def _shape_like(token_shape: Sequence[int], *blocks: int) -> torch.Size:
-        """Return the shape of results [e, C, D_out]: the token shape if it has equally many elements."""
+        """Return the shape of results [e, C, D_out], with D_out as `token_shape` if it has equally many elements."""
         same = torch.Size(token_shape).numel() == blocks[-1]
         return torch.Size((*blocks[:2], *token_shape) if same else blocks)
 
     def __getstate__(self) -> dict[str, Any]:
         self._record_expert_marks()
-        # A copy creates its own dispatchers.
         state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
@@ -428,8 +413,7 @@ class MOELayer(Constructed, nn.Module):
         return self
 
     def _record_expert_marks(self) -> None:
-        """Save attributes of expert parameters, set by this layer, `scan_expert_func` or the client."""
-        # Copies of a parameter lose its attributes.
+        """Save attributes of expert parameters, which copies of the parameters lose."""
         self._marks = {
             name: {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
             for name, parameter in self.experts.named_parameters()
@@ -441,7 +425,6 @@ class MOELayer(Constructed, nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         count = prefix + "_num_global_experts"
-        # Old Tutel files have no counter.
         if count not in state_dict:
             logging.warning("%s is missing (old checkpoint format); assuming that the checkpoint fits", count)
             state_dict[count] = self._num_global_experts
@@ -456,8 +439,7 @@ class MOELayer(Constructed, nn.Module):
                 logging.warning("%s is missing in the checkpoint; initialised to zeros", key)
                 state_dict[key] = torch.zeros_like(parameter)
             tensor = state_dict[key]
-            # A plain dict has no expert numbers, but a state of another number of ranks has another number of experts
-            # (dimension 0), even if the element counts agree.
+            # A state of another number of ranks has another number of experts, even if the element counts agree.
             same_experts = tensor.dim() != parameter.dim() or len(tensor) == len(parameter)
             if tensor.numel() == parameter.numel() and same_experts:
                 state_dict[key] = tensor.reshape(parameter.shape)
@@ -492,7 +474,7 @@ def _seed(seed: int | None) -> None:
 
 @cache
 def _keep_out_of_graphs() -> None:
-    """Exclude the layer from compilation. Deferred to the first layer, because it imports the compiler."""
+    """Exclude the layer from compilation; deferred to the first layer, because it imports the compiler."""
     MOELayer.forward = torch.compiler.disable(MOELayer.forward)  # type: ignore[method-assign]
 
 

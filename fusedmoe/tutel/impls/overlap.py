@@ -26,7 +26,6 @@ def a2a_ffn_overlap_forward(
     if use_2dh:
         received = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)
         return torch.cat([all_to_all(expert_fn(rows), 0, 1, group, use_2dh=True) for rows in received], 1)
-    # All chunks are sent at once; each is computed on arrival.
     in_flight = [all_to_all(chunk, 1, 0, group, background=True) for chunk in chunks]
     leaving = [all_to_all(expert_fn(arrive()), 0, 1, group, background=True) for arrive in in_flight]
     return torch.cat([leave() for leave in leaving], 1)

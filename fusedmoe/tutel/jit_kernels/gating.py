@@ -13,7 +13,7 @@ def torch_cumsum_sub_one(mask1: Tensor) -> Tensor:
 
 
 def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
-    """`torch_cumsum_sub_one` for [T, E]; Tutel's FAST_CUMSUM variants have a single implementation here."""
+    """Return `torch_cumsum_sub_one` of [T, E]; raise `ConfigError` for other dimensions."""
     if data.dim() != 2 or dim != 0:
         raise ConfigError(f"fast_cumsum_sub_one takes [T, E] along dimension 0, not {list(data.shape)} along {dim}")
     return torch_cumsum_sub_one(data)

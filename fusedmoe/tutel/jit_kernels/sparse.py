@@ -1,8 +1,8 @@
 """Dispatch, combine and gate gradient for one choice per token. Each function writes into one of its arguments.
 
-Indices, locations and gates have one element per token, as [T] or [T, 1] (gates also as [T, 2], duplicated); tokens and
-rows may have any leading dimensions. `extra` contains three integers: number of tokens, row length, capacity. Tokens
-with index < 0 or location ≥ capacity are dropped.
+Indices, locations and gates are [T] or [T, 1] (gates also [T, 2], duplicated); tokens and rows may have any leading
+dimensions. `extra` contains three integers: number of tokens, row length, capacity. Tokens with index < 0 or location ≥
+capacity are dropped.
 """
 
 from __future__ import annotations
@@ -61,5 +61,4 @@ def _kept_slots(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tup
 
 
 def _column(gates: Tensor) -> Tensor:
-    # A view: writes modify `gates`.
     return gates[:, None] if gates.dim() == 1 else gates[:, :1]

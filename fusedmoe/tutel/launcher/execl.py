@@ -13,10 +13,7 @@ from fusedmoe.tutel.system import init_affinity_at_program_beginning
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line to execute.
-
-    A Python script or `-m module` runs under `fusedmoe.tutel`, which makes `import tutel` import this package.
-    """
+    """Return the command line to execute: a script or module under `python -m fusedmoe.tutel`, or an executable."""
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("name a program: a script, `-m module`, or an executable")
     if arguments[0] == "-m" or arguments[0].endswith(".py"):

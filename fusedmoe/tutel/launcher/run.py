@@ -14,7 +14,7 @@ from fusedmoe.errors import ConfigError
 
 
 def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
-    """Return the torchrun command for this host's ranks."""
+    """Return the torchrun command for this host's ranks. Raises `ConfigError` without a needed MASTER_ADDR."""
     hosts = read_integer("OMPI_COMM_WORLD_SIZE", 1, 1, given=environment)
     own = read_integer("OMPI_COMM_WORLD_RANK", 0, 0, hosts - 1, given=environment)
     if hosts > 1 and "MASTER_ADDR" not in environment:

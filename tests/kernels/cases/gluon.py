@@ -100,7 +100,7 @@ def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     return up_kernel, {
         "x_ptr": dtype,
         "source_ptr": torch.int64,
-        "w_desc": _box(variant, config.bn // act.halves, config.bk),
+        "w_desc": _box(variant, config.bn // act.num_projections, config.bk),
         "b1_ptr": dtype if variant.extra else None,
         "h_ptr": dtype,
         "a_ptr": dtype,
@@ -114,7 +114,7 @@ def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
         "GATED": act.gated,
         "BIAS": variant.extra,
         "EVEN": True,
-        "SLOTS": num_result_boxes(config, act.halves, act.halves + 1),
+        "SLOTS": num_result_boxes(config, act.num_projections, act.num_projections + 1),
         "LAG": config.stages - 2,
     }
 

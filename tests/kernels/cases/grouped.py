@@ -169,11 +169,11 @@ def _expect(launch: _Launch, target: int) -> tuple[str, ...]:
 
 def _up(launch: _Launch) -> tuple[Any, dict[str, Any]]:
     dtype, variant, config = launch.dtype, launch.variant, launch.config
-    halves = 2 if launch.gated else 1
+    num_projections = 2 if launch.gated else 1
     tensors = {
         "x_ptr": dtype,
         "source_ptr": torch.int64 if variant.gather else None,
-        "w1": launch.box(halves, config.bn // halves, config.bk),
+        "w1": launch.box(num_projections, config.bn // num_projections, config.bk),
         "b1_ptr": dtype if variant.extra else None,
         "h_ptr": dtype,
         "a_ptr": dtype,

@@ -53,7 +53,7 @@ def _of_puts() -> list[AotCase]:
     def sent(dtype: torch.dtype, tile: int, width: int, second: bool = False) -> dict[str, Any]:
         """Arguments of sent rows, except their staging."""
         tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
-        more = {"x_ptr": dtype, "source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64}
+        more = {"x_ptr": dtype, "source_row_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "epoch_ptr": i64}
         found = {**more, **tables, "slot": "i32", "C": 4096, "T": 32, "M": width}
         constants = {"TILE": tile, **put.columns(width, tile)}
         if not second:
@@ -243,7 +243,7 @@ def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool, b
     read |= {"L": "i32", "C": "i32", "local": experts, "W": peers, "degree": "i32", "bound": "i32", "tiles": "i32"}
     read |= {"tiles_ptr": i32, "LOWEST": 64, "HEIGHTS": 2, "BT": block_sizes(experts)[1]}
     read |= {"places": "i32", "result_bytes": "i32", "value_bytes": 4, "SLOTS": SLOTS, "FAR": far}
-    read |= {"BLOCK": plan.rows_of_program(experts * peers), "LP": experts, "WP": peers}
+    read |= {"BLOCK": plan.num_rows_per_program(experts * peers), "LP": experts, "WP": peers}
     read |= {"position_ptr": i32 if by_arrival else None}
     words = " far" * far + " limited" * limited + " by arrival" * by_arrival
     return AotCase(f"read metadata {name}{words}", plan.read_metadata_kernel, read)

@@ -36,10 +36,12 @@ def test_low_rank_experts_equal_float64(device: torch.device, activation: str) -
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device) / shape[-1] ** 0.5
 
-    halves = ACTIVATIONS[activation].halves
-    w1 = random(E, 2, H, M) if halves == 2 else random(E, H, M)
+    num_projections = ACTIVATIONS[activation].num_projections
+    w1 = random(E, 2, H, M) if num_projections == 2 else random(E, H, M)
     weights = Weights(w1, random(E, M, H), random(*w1.shape[:-1]), random(E, M - 4), 3)
-    factors = [random(*shape).requires_grad_() for shape in ((E, 3, M), (E, halves * H, 3), (E, 5, H), (E, M, 5))]
+    factors = [
+        random(*shape).requires_grad_() for shape in ((E, 3, M), (E, num_projections * H, 3), (E, 5, H), (E, M, 5))
+    ]
     adapters = Adapters(LowRank(factors[0], factors[1], 0.5), LowRank(factors[2], factors[3], 1.5))
     x_SM = random(layout.tokens, M).requires_grad_()
     weight_N = rows_of_nan_behind(kept, torch.empty(layout.rows, device=device)).requires_grad_()

@@ -197,11 +197,11 @@ def check_up(
 ) -> None:
     """Run the up projection and compare both results with float64. The padding after the rows stays unchanged."""
     rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
-    columns = tile.bn // act.halves
+    columns = tile.bn // act.num_projections
     given = _gathered(rows, dim, dtype)
-    w = _random(experts, act.halves * hidden, dim, dtype=dtype, seed=3)
-    b = _random(experts, act.halves * hidden, dtype=dtype, seed=4) if bias else None
-    h = torch.full((rows.number + PADDING, act.halves * hidden), torch.nan, dtype=dtype)
+    w = _random(experts, act.num_projections * hidden, dim, dtype=dtype, seed=3)
+    b = _random(experts, act.num_projections * hidden, dtype=dtype, seed=4) if bias else None
+    h = torch.full((rows.number + PADDING, act.num_projections * hidden), torch.nan, dtype=dtype)
     a = torch.full((rows.number + PADDING, hidden), torch.nan, dtype=dtype)
     box = [tile.bm // 2, tile.swizzle // 2]
     sides = (h[:, :hidden], h[:, -hidden:], a)
@@ -237,7 +237,7 @@ def check_up(
     if b is not None:
         right += b[of].double()
     _close(h, right, scale)
-    shape = (rows.number, act.halves, hidden) if act.gated else (rows.number, hidden)
+    shape = (rows.number, act.num_projections, hidden) if act.gated else (rows.number, hidden)
     # No derivative is greater than 1.13, and the other half of a gated activation multiplies errors.
     parts, scales = right.view(shape), scale.view(shape)
     size = 1.2 * (scales * parts.abs().flip(1)).sum(1) if act.gated else 1.2 * scales
@@ -264,9 +264,9 @@ def check_dhidden(
     n_col_tiles = -(-hidden // tile.bn)
     given = _gathered(rows, dim, dtype)
     w = _random(experts, dim, hidden, dtype=dtype, seed=3)
-    h = _padded(rows, act.halves * hidden, dtype, seed=4)
+    h = _padded(rows, act.num_projections * hidden, dtype, seed=4)
     s = _random(rows.number, dtype=torch.float32, seed=5) if weighted else None
-    dh = torch.full((rows.number, act.halves * hidden), torch.nan, dtype=dtype)
+    dh = torch.full((rows.number, act.num_projections * hidden), torch.nan, dtype=dtype)
     a = torch.full((rows.number, hidden), torch.nan, dtype=dtype)
     ds = torch.full((n_col_tiles, rows.number), torch.nan) if weighted else None
     interpret(
@@ -294,7 +294,7 @@ def check_dhidden(
         seed=seed,
         **changed,
     )
-    of, shape = rows.expert_N, (rows.number, act.halves, hidden) if act.gated else (rows.number, hidden)
+    of, shape = rows.expert_N, (rows.number, act.num_projections, hidden) if act.gated else (rows.number, hidden)
     factor = torch.ones(rows.number).double() if s is None else s.double()
     h_N = h[: rows.number].double().view(shape)
     w = w.double()

@@ -219,20 +219,21 @@ IN_BOXES: dict[str, tuple[Any, Change, str]] = {
 IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
     "missing fence before stage release": (
         fence_async_shared,
-        _called_by("_release_halves", _never),
+        _called_by("_release_projections", _never),
         "is written without a fence after the read",
     ),
     "thread releases stage before other reads": (
         pipeline.threads_barrier,
-        _called_by("_release_halves", _never),
+        _called_by("_release_projections", _never),
         "is written without waiting for the read",
     ),
     "missing wait for H": (pipeline.await_full, _called_by("_box", _never), "is read (before|without)"),
-    "stage of H never released": (pipeline.release, _called_by("_release_halves", _never), "deadlock"),
+    "stage of H never released": (pipeline.release, _called_by("_release_projections", _never), "deadlock"),
     "stage released twice": (
         pipeline.release,
         _called_by(
-            "_release_halves", lambda release: lambda empty, it, stages, pred: release(empty, it // 2 * 2, stages, pred)
+            "_release_projections",
+            lambda release: lambda empty, it, stages, pred: release(empty, it // 2 * 2, stages, pred),
         ),
         "deadlock|is written without|wrong phase|too many",
     ),

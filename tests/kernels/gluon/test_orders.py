@@ -30,7 +30,7 @@ def test_kernels_in_many_event_orders(kernel: str, routing: str) -> None:
         ring = {"stages": stages, "programs": programs, "seed": seed, "dtype": dtype}
         lag, activation = seed // 4 % (stages - 1), activations[seed % len(activations)]
         if kernel == "up":
-            slots = (1, 1 + ACTIVATIONS[activation].halves)[seed // 7 % 2]
+            slots = (1, 1 + ACTIVATIONS[activation].num_projections)[seed // 7 % 2]
             check_up(counts, depth, columns, activation, bias=odd, slots=slots, lag=lag, **ring)
         elif kernel == "product":
             turns, slots = seed % 2 == 0, 1 + seed // 7 % 2

@@ -83,17 +83,17 @@ def add_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
 
 @gluon.jit
 def store_box(
-    x, out, boxes, slot, row, end, column, STRIDE, COLUMNS,
+    x, out, out_bufs, slot, row, end, column, STRIDE, COLUMNS,
     ROWS: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Store WIDE columns of a warp group's rows through shared memory.
 
     Uses a bulk (TMA) copy if all ROWS rows are before `end`, else masked stores. `out`: the matrix's pointer, with rows
-    STRIDE apart, and its TMA descriptor of boxes [ROWS, WIDE]. `slot`: index of this box in `boxes`; each group cycles
-    through SLOTS of them.
+    STRIDE apart, and its TMA descriptor of boxes [ROWS, WIDE]. `slot`: index of this box in `out_bufs`; each group
+    cycles through SLOTS of them.
     """
     ptr, desc = out
-    box = boxes.index(slot)
+    box = out_bufs.index(slot)
     # Only the thread that started a bulk copy can wait for it.
     tma.store_wait(SLOTS - 1)
     threads_barrier()
@@ -113,25 +113,25 @@ def store_box(
 
 @gluon.jit
 def store_boxes(
-    x, bias_ptr, out, boxes, slot, expert, row, end, column, N, bias_sizes,
+    x, bias_ptr, out, out_bufs, slot, expert, row, end, column, N, bias_sizes,
     PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
     BIAS: gl.constexpr,
 ):  # fmt: skip
     """Store WIDTH columns of a tile in boxes of WIDE columns, after adding row `expert` of the bias if BIAS.
 
-    Recursion halves the tile; PART is the number of the tile's boxes to the left. `slot` is the index in `boxes` of the
-    first of the warp group's SLOTS boxes.
+    Recursion halves the tile; PART is the number of the tile's boxes to the left. `slot` is the index in `out_bufs` of
+    the first of the warp group's SLOTS boxes.
     """
     if WIDTH > WIDE:
         HALF: gl.constexpr = WIDTH // 2
         NEXT: gl.constexpr = PART + HALF // WIDE
         left, right = halves(x, ROWS, WIDTH)
         store_boxes(
-            left, bias_ptr, out, boxes, slot, expert, row, end, column, N, bias_sizes,
+            left, bias_ptr, out, out_bufs, slot, expert, row, end, column, N, bias_sizes,
             PART, ROWS, HALF, WIDE, SLOTS, BIAS,
         )  # fmt: skip
         store_boxes(
-            right, bias_ptr, out, boxes, slot, expert, row, end, column + HALF, N, bias_sizes,
+            right, bias_ptr, out, out_bufs, slot, expert, row, end, column + HALF, N, bias_sizes,
             NEXT, ROWS, HALF, WIDE, SLOTS, BIAS,
         )  # fmt: skip
     else:
@@ -141,7 +141,7 @@ def store_boxes(
             bias_start, bias_columns = bias_sizes
             columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
             x = add_bias(x, bias_ptr, expert * bias_columns, bias_start, columns, bias_columns)
-        store_box(x, out, boxes, slot + PART % SLOTS, row, end, column, N, N, ROWS, WIDE, SLOTS)
+        store_box(x, out, out_bufs, slot + PART % SLOTS, row, end, column, N, N, ROWS, WIDE, SLOTS)
 
 
 @gluon.jit

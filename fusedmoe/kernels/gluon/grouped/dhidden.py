@@ -34,11 +34,11 @@ def _box(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.c
 
 
 @gluon.jit
-def _release_halves(ring, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
+def _release_projections(ring, it, NUM_PROJECTIONS: gl.constexpr, STAGES: gl.constexpr):
     _, empty, _ = ring
     fence_async_shared()
     threads_barrier()
-    for half in gl.static_range(HALVES):
+    for half in gl.static_range(NUM_PROJECTIONS):
         release(empty, it + half, STAGES, True)
 
 
@@ -75,7 +75,7 @@ def _finish(
     """Run the epilogue on WIDTH columns, a bulk-copied box of BK at a time: all at once would not fit the registers."""
     _, dh_ptr, a_ptr, _, bufs, ring, _, sizes = of_tile
     _, H = sizes
-    HALVES: gl.constexpr = 2 if GATED else 1
+    NUM_PROJECTIONS: gl.constexpr = 2 if GATED else 1
     BK: gl.constexpr = BLOCKS.bk
     STAGES: gl.constexpr = BLOCKS.stages
     if WIDTH == BK:
@@ -96,13 +96,13 @@ def _finish(
                 ds += _finish_gated(part, s, h_part, u_part, dh_ptr, a_ptr, row, end, at, H, ACT)
             else:
                 ds += _finish_plain(part, s, h_part, dh_ptr, a_ptr, row, end, at, H, ACT)
-        _release_halves(ring, it, HALVES, STAGES)
+        _release_projections(ring, it, NUM_PROJECTIONS, STAGES)
         return ds
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = halves(da, ROWS, WIDTH)
         ds = _finish(left, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, OUT, BLOCKS)
-        it += HALVES * (HALF // BK)
+        it += NUM_PROJECTIONS * (HALF // BK)
         first_column += HALF
         return ds + _finish(
             right, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, OUT, BLOCKS
@@ -150,8 +150,8 @@ def dhidden_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
-    HALVES: gl.constexpr = 2 if GATED else 1
-    BOXES: gl.constexpr = HALVES * (BN // BK)
+    NUM_PROJECTIONS: gl.constexpr = 2 if GATED else 1
+    BOXES: gl.constexpr = NUM_PROJECTIONS * (BN // BK)
     dy_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], h_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
     bufs = (dy_bufs, w_bufs)
@@ -164,7 +164,10 @@ def dhidden_kernel(
         [
             (_multiply, (of_tile, 0, ACT, GATED, WEIGHTED, BLOCKS)),
             (_multiply, (of_tile, 1, ACT, GATED, WEIGHTED, BLOCKS)),
-            (load_gathered, (rows, w_desc, h_desc, bufs, ring, table, sizes, HALVES, False, BOXES, EVEN, BLOCKS)),
+            (
+                load_gathered,
+                (rows, w_desc, h_desc, bufs, ring, table, sizes, NUM_PROJECTIONS, False, BOXES, EVEN, BLOCKS),
+            ),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -143,7 +143,7 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    total_ptr, out, boxes, bufs, ring, table, sizes,
+    total_ptr, out, out_bufs, bufs, ring, table, sizes,
     GROUP_OF_WARPS: gl.constexpr, SLOTS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     P, Q = sizes
@@ -157,7 +157,7 @@ def _multiply(
         first, end = expert * P + row_tile * BLOCKS.bm + GROUP_OF_WARPS * ROWS, (expert + 1) * P
         if total_ptr is None:
             store_boxes(
-                acc, None, out, boxes, GROUP_OF_WARPS * SLOTS, expert, first, end, col_tile * BN, Q, (0, 0),
+                acc, None, out, out_bufs, GROUP_OF_WARPS * SLOTS, expert, first, end, col_tile * BN, Q, (0, 0),
                 0, ROWS, BN, out[1].block_shape[1], SLOTS, False,
             )  # fmt: skip
         else:
@@ -190,10 +190,10 @@ def dweight_kernel(
     bufs = (left_bufs, right_bufs)
     sources = gl.allocate_shared_memory(gl.int64, [STAGES, BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if total_ptr is not None:
-        boxes: gl.constexpr = None
+        out_bufs: gl.constexpr = None
     else:
         gl.static_assert(BN // out_desc.block_shape[1] % SLOTS == 0)
-        boxes = gl.allocate_shared_memory(dtype, [2 * SLOTS, BM // 2, out_desc.block_shape[1]], out_desc.layout)
+        out_bufs = gl.allocate_shared_memory(dtype, [2 * SLOTS, BM // 2, out_desc.block_shape[1]], out_desc.layout)
     out = (out_ptr, out_desc)
     ring = make_ring(2, BLOCKS)
     table = (starts_ptr, experts, n_row_tiles, n_col_tiles)
@@ -201,8 +201,8 @@ def dweight_kernel(
     sides = (gathered_ptr, source_ptr, sorted_ptr, sorted_desc)
     gl.warp_specialize(
         [
-            (_multiply, (total_ptr, out, boxes, bufs, ring, table, sizes, 0, SLOTS, BLOCKS)),
-            (_multiply, (total_ptr, out, boxes, bufs, ring, table, sizes, 1, SLOTS, BLOCKS)),
+            (_multiply, (total_ptr, out, out_bufs, bufs, ring, table, sizes, 0, SLOTS, BLOCKS)),
+            (_multiply, (total_ptr, out, out_bufs, bufs, ring, table, sizes, 1, SLOTS, BLOCKS)),
             (_load, (sides, sources, bufs, ring, table, sizes, GATHER_LEFT, EVEN, BLOCKS)),
         ],
         [4, 4],

@@ -47,10 +47,10 @@ def _end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
 
 @gluon.jit
 def begin_step(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """Mark step `it - LAG` as full, if it is at least `first`. Call before the copies of step `it` start.
+    """Wait for the copies of step `it - LAG` and signal its "full" barrier, if the step is at least `first`. LAG > 0.
 
-    Replaces `_end_step` in producers that also prefetch row indices, where a fence after the start could wait for the
-    new copies.
+    Call before the copies of step `it` start. For producers that also prefetch row indices: `_end_step`, which does the
+    same after the start, could wait there for the new copies.
     """
     gl.static_assert(LAG > 0)
     _mark_full(full, it - 1, STAGES, LAG - 1, it - LAG >= first)
@@ -65,13 +65,14 @@ def end_steps(full, it, first, STAGES: gl.constexpr, LAG: gl.constexpr):
 @gluon.jit
 def load_gathered(
     rows, w_desc, h_desc, bufs, ring, table, sizes,
-    HALVES: gl.constexpr, TRANSPOSED: gl.constexpr, BOXES: gl.constexpr, EVEN: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_PROJECTIONS: gl.constexpr, TRANSPOSED: gl.constexpr, BOXES: gl.constexpr, EVEN: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer partition that loads gathered rows of depth D and matrices of H columns.
 
-    TRANSPOSED: matrices are [E·HALVES·H, D], and a tile has bn / HALVES columns of each half; otherwise they are [E·D,
-    H]. BOXES: number of additional steps per tile, each loading [bm, bk] of `h_desc`, sorted rows of HALVES·H columns:
-    the tile's columns, bk of each half alternately. EVEN: bk divides D.
+    TRANSPOSED: matrices are [E·NUM_PROJECTIONS·H, D], and a tile has bn / NUM_PROJECTIONS columns of each projection;
+    otherwise they are [E·D, H]. BOXES: number of additional steps per tile, each loading [bm, bk] of `h_desc`, sorted
+    rows of NUM_PROJECTIONS·H columns: the tile's columns, bk of each projection alternately. EVEN: bk divides D.
     """
     BM: gl.constexpr = BLOCKS.bm
     BN: gl.constexpr = BLOCKS.bn
@@ -85,7 +86,7 @@ def load_gathered(
     D = D // 8 * 8
     BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
     COPIED: gl.constexpr = copy_layout(BK)
-    BH: gl.constexpr = BN // HALVES if TRANSPOSED else BN
+    BH: gl.constexpr = BN // NUM_PROJECTIONS if TRANSPOSED else BN
     k = gl.arange(0, BK, layout=gl.SliceLayout(0, COPIED))
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
@@ -101,8 +102,8 @@ def load_gathered(
             bar = full.index(it % STAGES)
             w_buf = w_bufs.index(it % STAGES)
             if TRANSPOSED:
-                for half in gl.static_range(HALVES):
-                    w_row = (expert * HALVES + half) * H + col_tile * BH
+                for half in gl.static_range(NUM_PROJECTIONS):
+                    w_row = (expert * NUM_PROJECTIONS + half) * H + col_tile * BH
                     bulk_load(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
             else:
                 bulk_load(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
@@ -119,7 +120,7 @@ def load_gathered(
                 await_empty(empty, it, STAGES)
                 expect_bytes(full, it, STAGES, BM * BK * BYTES)
                 # Rows past the end, of another expert or of none, are not stored.
-                column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
+                column = col_tile * BH + (box // NUM_PROJECTIONS) * BK + (box % NUM_PROJECTIONS) * H
                 bar = full.index(it % STAGES)
                 bulk_load(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
                 _end_step(full, it, STAGES, BLOCKS.lag)

@@ -67,15 +67,16 @@ def launch_up(
     a: Tensor,
     activation: Activation,
 ) -> None:
-    dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.halves
-    box, results = result_box_shape(config), activation.halves + 1
+    dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.num_projections
+    box, results = result_box_shape(config), activation.num_projections + 1
     table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, columns)
     up_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
         x_SM, call.layout.source_N, _tensor_descriptor(w1.view(-1, dim), [columns, config.bk]), b1, h, a,
         _tensor_descriptor(h[:, :hidden], box), _tensor_descriptor(h[:, -hidden:], box), _tensor_descriptor(a, box),
         table.table, table.used, call.ends_E, dim, hidden, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, BIAS=b1 is not None, EVEN=dim % config.bk == 0,
-        SLOTS=num_result_boxes(config, activation.halves, results), LAG=config.stages - 2, **_constants(config),
+        SLOTS=num_result_boxes(config, activation.num_projections, results), LAG=config.stages - 2,
+        **_constants(config),
     )  # fmt: skip
 
 
@@ -147,20 +148,23 @@ def result_box_shape(config: HopperConfig) -> list[int]:
     return [rows_of_group(config.bm, config.pingpong), 64]
 
 
-def num_result_boxes(config: HopperConfig, halves: int = 1, results: int = 1, sources: int = 0) -> int:
-    """Return the number of result boxes of a warp group: all of a tile, or the largest divisor that fits.
+def num_result_boxes(config: HopperConfig, num_projections: int = 1, results: int = 1, sources: int = 0) -> int:
+    """Return the number of result boxes of a warp group. A box is a piece of a tile that one bulk copy stores.
+
+    One for each piece of the group's part of a tile, or the largest divisor of that number that fits in
+    shared memory.
 
     Args:
-        halves: 2 if the tile's columns are half g, half u; else 1.
-        results: number of stored matrices, each with the columns of one half.
-        sources: row indices stored with each row of a step.
+        num_projections: 2 if half of the tile's columns belong to each of two up projections; else 1.
+        results: number of matrices to store, each with 1/num_projections of the tile's columns.
+        sources: number of row indices kept in shared memory for each of the bk rows of a pipeline step.
 
     Raises:
         ValueError: shared memory is too small for one box.
     """
     rows, columns = result_box_shape(config)
     left = _SHARED - config.stages * (2 * (config.bm + config.bn) + 8 * sources) * config.bk
-    boxes = config.bn // halves // columns * results
+    boxes = config.bn // num_projections // columns * results
     for number in range(boxes, 0, -1):
         if boxes % number == 0 and 2 * number * rows * columns * 2 <= left:
             return number

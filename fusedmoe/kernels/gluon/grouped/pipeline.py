@@ -1,12 +1,13 @@
 """Ring of stages in shared memory between the producer partition and the two consumer warp groups.
 
-Step `it`, counted over all tiles of a program, uses stage it % STAGES. A stage's `full` barrier completes when a step
-is loaded, `empty` when all its consumers have read it.
+Step `it`, counted over all tiles of a program, uses stage it % STAGES. A stage's `full` barrier completes
+when a step is loaded, `empty` when all its consumers have read it.
 
-Each of the two groups multiplies half the rows of every tile. With PINGPONG they alternate on tiles: one multiplies
-while the other runs its epilogue. A barrier wait checks only the parity of a pass around the ring, so a group that is
-ahead could mistake an earlier pass, loaded for the other group, for its own. A group therefore starts a tile once all
-steps of the other group's tile are loaded (`turn`).
+Without PINGPONG, each group multiplies half the rows of every tile. With PINGPONG, the groups take whole
+tiles in turn: one multiplies while the other runs its epilogue. A barrier wait checks only whether the pass
+around the ring is even or odd, so a group too far ahead could mistake an earlier pass, loaded for the other
+group, for its own. A group therefore starts a tile only once the other group has seen all steps of the
+preceding tile loaded (barrier `turn`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _multiply(
     GROUP_OF_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr,
     SLOTS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    bias_ptr, out, boxes, bufs, ring, table, sizes, bias_sizes = of_tile
+    bias_ptr, out, out_bufs, bufs, ring, table, sizes, bias_sizes = of_tile
     K, N = sizes
     ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
     FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BLOCKS.bm, BLOCKS.pingpong)
@@ -62,7 +62,7 @@ def _multiply(
         acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, False, TRANSPOSED, BLOCKS)
         it += between
         store_boxes(
-            acc, bias_ptr, out, boxes, GROUP_OF_WARPS * SLOTS, expert, start + FIRST, end, col_tile * BLOCKS.bn, N,
+            acc, bias_ptr, out, out_bufs, GROUP_OF_WARPS * SLOTS, expert, start + FIRST, end, col_tile * BLOCKS.bn, N,
             bias_sizes, 0, ROWS, BLOCKS.bn, WIDE, SLOTS, BIAS,
         )  # fmt: skip
     tma.store_wait(0)  # before the boxes are deallocated
@@ -90,13 +90,13 @@ def product_kernel(
     ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
     WIDE: gl.constexpr = out_desc.block_shape[1]
     gl.static_assert(BN // WIDE % SLOTS == 0)
-    boxes = gl.allocate_shared_memory(out_desc.dtype, [2 * SLOTS, ROWS, WIDE], out_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * SLOTS, ROWS, WIDE], out_desc.layout)
     out = (out_ptr, out_desc)
     ring = make_ring(1, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (K, N)
     bias_sizes = (bias_start, bias_columns)
-    of_tile = (bias_ptr, out, boxes, bufs, ring, table, sizes, bias_sizes)
+    of_tile = (bias_ptr, out, out_bufs, bufs, ring, table, sizes, bias_sizes)
     gl.warp_specialize(
         [
             (_multiply, (of_tile, 0, TRANSPOSED, BIAS, WIDE, SLOTS, BLOCKS)),

@@ -14,48 +14,50 @@ from fusedmoe.kernels.gluon.grouped.pipeline import blocks, locate, make_ring, m
 
 @gluon.jit
 def _finish(
-    g, u, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
+    g, u, b1_ptr, outs, out_bufs, slot, expert, row, end, column, H,
     PART: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr, SLOTS: gl.constexpr,
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Compute H and A from the accumulators g and u for WIDTH columns of a tile, and store them.
 
-    They are stored in boxes of WIDE columns, which the warp group numbers from PART on; `slot` is the index in `boxes`
-    of its first box. Recursion halves WIDTH until it is at most WIDE.
+    They are stored in boxes of WIDE columns, which the warp group numbers from PART on; `slot` is the index in
+    `out_bufs` of its first box. Recursion halves WIDTH until it is at most WIDE.
     """
-    HALVES: gl.constexpr = 2 if GATED else 1
+    NUM_PROJECTIONS: gl.constexpr = 2 if GATED else 1
     if WIDTH > WIDE:
         HALF: gl.constexpr = WIDTH // 2
-        NEXT: gl.constexpr = PART + (HALVES + 1) * (HALF // WIDE)
+        NEXT: gl.constexpr = PART + (NUM_PROJECTIONS + 1) * (HALF // WIDE)
         g_left, g_right = halves(g, ROWS, WIDTH)
         u_left, u_right = halves(u, ROWS, WIDTH)
         _finish(
-            g_left, u_left, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
+            g_left, u_left, b1_ptr, outs, out_bufs, slot, expert, row, end, column, H,
             PART, ROWS, HALF, WIDE, SLOTS, ACT, GATED, BIAS,
         )  # fmt: skip
         _finish(
-            g_right, u_right, b1_ptr, outs, boxes, slot, expert, row, end, column + HALF, H,
+            g_right, u_right, b1_ptr, outs, out_bufs, slot, expert, row, end, column + HALF, H,
             NEXT, ROWS, HALF, WIDE, SLOTS, ACT, GATED, BIAS,
         )  # fmt: skip
     else:
         MMA: gl.constexpr = mma_layout(WIDE)
         g_out, u_out, a_out = outs
         columns = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, MMA))
-        bias = expert * HALVES * H
+        bias = expert * NUM_PROJECTIONS * H
         # Each step as late as possible, because registers are scarce.
         g = gl.convert_layout(g, MMA)
         if BIAS:
             g = add_bias(g, b1_ptr, bias, 0, columns, H)
-        store_box(g, g_out, boxes, slot + PART % SLOTS, row, end, column, HALVES * H, H, ROWS, WIDE, SLOTS)
+        store_box(g, g_out, out_bufs, slot + PART % SLOTS, row, end, column, NUM_PROJECTIONS * H, H, ROWS, WIDE, SLOTS)
         if GATED:
             u = gl.convert_layout(u, MMA)
             if BIAS:
                 u = add_bias(u, b1_ptr, bias + H, 0, columns, H)
-            store_box(u, u_out, boxes, slot + (PART + 1) % SLOTS, row, end, column, 2 * H, H, ROWS, WIDE, SLOTS)
+            store_box(u, u_out, out_bufs, slot + (PART + 1) % SLOTS, row, end, column, 2 * H, H, ROWS, WIDE, SLOTS)
             a = act_forward(g, ACT) * u
         else:
             a = act_forward(g, ACT)
-        store_box(a, a_out, boxes, slot + (PART + HALVES) % SLOTS, row, end, column, H, H, ROWS, WIDE, SLOTS)
+        store_box(
+            a, a_out, out_bufs, slot + (PART + NUM_PROJECTIONS) % SLOTS, row, end, column, H, H, ROWS, WIDE, SLOTS
+        )
 
 
 @gluon.jit
@@ -64,7 +66,7 @@ def _multiply(
     GROUP_OF_WARPS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, WIDE: gl.constexpr,
     SLOTS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    b1_ptr, outs, boxes, bufs, ring, table, sizes = of_tile
+    b1_ptr, outs, out_bufs, bufs, ring, table, sizes = of_tile
     D, H = sizes
     ROWS: gl.constexpr = BLOCKS.bm // 2
     BN: gl.constexpr = BLOCKS.bn
@@ -80,7 +82,7 @@ def _multiply(
         else:
             g, u = acc, acc
         _finish(
-            g, u, b1_ptr, outs, boxes, slot, expert, row, end, column, H,
+            g, u, b1_ptr, outs, out_bufs, slot, expert, row, end, column, H,
             0, ROWS, BH, WIDE, SLOTS, ACT, GATED, BIAS,
         )  # fmt: skip
     tma.store_wait(0)  # before the boxes are deallocated
@@ -99,24 +101,24 @@ def up_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
-    HALVES: gl.constexpr = 2 if GATED else 1
+    NUM_PROJECTIONS: gl.constexpr = 2 if GATED else 1
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     bufs = (x_bufs, w_bufs)
     WIDE: gl.constexpr = a_desc.block_shape[1]
-    gl.static_assert(BN // HALVES // WIDE * (HALVES + 1) % SLOTS == 0)
-    boxes = gl.allocate_shared_memory(a_desc.dtype, [2 * SLOTS, BM // 2, WIDE], a_desc.layout)
+    gl.static_assert(BN // NUM_PROJECTIONS // WIDE * (NUM_PROJECTIONS + 1) % SLOTS == 0)
+    out_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * SLOTS, BM // 2, WIDE], a_desc.layout)
     outs = ((h_ptr, g_desc), (h_ptr + H, u_desc), (a_ptr, a_desc))
     ring = make_ring(2, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
     rows = (x_ptr, source_ptr)
-    of_tile = (b1_ptr, outs, boxes, bufs, ring, table, sizes)
+    of_tile = (b1_ptr, outs, out_bufs, bufs, ring, table, sizes)
     gl.warp_specialize(
         [
             (_multiply, (of_tile, 0, ACT, GATED, BIAS, WIDE, SLOTS, BLOCKS)),
             (_multiply, (of_tile, 1, ACT, GATED, BIAS, WIDE, SLOTS, BLOCKS)),
-            (load_gathered, (rows, w_desc, None, bufs, ring, table, sizes, HALVES, True, 0, EVEN, BLOCKS)),
+            (load_gathered, (rows, w_desc, None, bufs, ring, table, sizes, NUM_PROJECTIONS, True, 0, EVEN, BLOCKS)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

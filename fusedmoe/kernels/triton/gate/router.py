@@ -252,13 +252,13 @@ def dx_kernel(
     m = tl.arange(0, BM)
     clamped = tl.minimum(row, S - 1).to(tl.int64)
     e = tl.arange(0, BK)
-    d_ptrs = dlogits_ptr + clamped[:, None] * stride + e[None, :]
+    dlogits_ptrs = dlogits_ptr + clamped[:, None] * stride + e[None, :]
     out = dx_ptr + row[:, None].to(tl.int64) * M + m[None, :]
     if WHOLE:
         tl.static_assert(SUMMANDS == 2)
         in_d = e[None, :] < stride
-        high = tl.load(d_ptrs) if EVEN else tl.load(d_ptrs, mask=in_d, other=0.0)
-        low = tl.load(d_ptrs + plane) if EVEN else tl.load(d_ptrs + plane, mask=in_d, other=0.0)
+        high = tl.load(dlogits_ptrs) if EVEN else tl.load(dlogits_ptrs, mask=in_d, other=0.0)
+        low = tl.load(dlogits_ptrs + plane) if EVEN else tl.load(dlogits_ptrs + plane, mask=in_d, other=0.0)
         for tile in range(group * tiles // groups, (group + 1) * tiles // groups):
             w_ptrs = w_ptr + e[:, None].to(tl.int64) * M + (tile * BM + m)[None, :]
             in_w = (e[:, None] < E) & (m < M - tile * BM)[None, :]
@@ -275,10 +275,10 @@ def dx_kernel(
             in_d, in_w = e[None, :] < stride - e0, (e[:, None] < E - e0) & (m < M)[None, :]
             w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_w, other=0.0)
             for plane_index in tl.static_range(SUMMANDS):
-                at = d_ptrs + plane_index * plane
+                at = dlogits_ptrs + plane_index * plane
                 d = tl.load(at) if EVEN else tl.load(at, mask=in_d, other=0.0)
                 acc = mac(d, w, acc, SPLIT, 2, INTERPRET)
-            d_ptrs += BK
+            dlogits_ptrs += BK
             w_ptrs += BK * M
         tl.store(out + group * BM, acc.to(dx_ptr.dtype.element_ty), mask=(row < S)[:, None] & (m < M)[None, :])
 
@@ -298,7 +298,7 @@ def dw_kernel(
     start = part * part_rows
     end = tl.minimum(start + part_rows, S)
     s = tl.arange(0, BK)
-    d_ptrs = dlogits_ptr + (start + s)[:, None].to(tl.int64) * stride + e[None, :]
+    dlogits_ptrs = dlogits_ptr + (start + s)[:, None].to(tl.int64) * stride + e[None, :]
     x_ptrs = x_ptr + (start + s)[:, None].to(tl.int64) * M + m[None, :]
     in_e, in_m = (e < stride)[None, :], (m < M)[None, :]
     acc = tl.zeros((BM, BE) if SWAPPED else (BE, BM), dtype=tl.float32)
@@ -307,13 +307,13 @@ def dw_kernel(
         inside = (s < end - s0)[:, None]
         x = tl.load(x_ptrs, mask=inside if EVEN else inside & in_m, other=0.0)
         for plane_index in tl.static_range(SUMMANDS):
-            d = tl.load(d_ptrs + plane_index * plane, mask=inside if EVEN else inside & in_e, other=0.0)
+            d = tl.load(dlogits_ptrs + plane_index * plane, mask=inside if EVEN else inside & in_e, other=0.0)
             if SWAPPED:
                 tl.static_assert(SPLIT == "")
                 acc = mac(x.T, d, acc, SPLIT, 2, INTERPRET)
             else:
                 acc = mac(d.T, x, acc, SPLIT, 2, INTERPRET)
-        d_ptrs += BK * stride
+        dlogits_ptrs += BK * stride
         x_ptrs += BK * M
     out = dw_ptr + (part.to(tl.int64) * E + e[:, None]) * M + m[None, :]
     if SWAPPED:

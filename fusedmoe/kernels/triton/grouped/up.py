@@ -53,8 +53,8 @@ def up_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Of the tile's BN columns, a gated activation has BH in each half.
-    HALVES: tl.constexpr = 2 if GATED else 1
-    BH: tl.constexpr = BN // HALVES
+    NUM_PROJECTIONS: tl.constexpr = 2 if GATED else 1
+    BH: tl.constexpr = BN // NUM_PROJECTIONS
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BH), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
     # The grid is an upper bound; unused tiles have no expert.
@@ -82,7 +82,7 @@ def up_kernel(
         column = h0 + n % BH
         # Row n of the tile is row n % BH of half n // BH, so a tile has both halves for the activation. Columns past H
         # are clamped, and not stored.
-        weight_row = (expert.to(tl.int64) * HALVES + n // BH) * H + tl.minimum(column, H - 1)
+        weight_row = (expert.to(tl.int64) * NUM_PROJECTIONS + n // BH) * H + tl.minimum(column, H - 1)
         w_ptrs = w1 + weight_row[:, None] * M + k[None, :]
 
     acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -137,7 +137,7 @@ def up(
     variant = call.variant("up", dim, hidden, activation.name, gather, weights.b1 is not None)
 
     def launch(config: Config) -> tuple[Tensor, Tensor]:
-        h = x_SM.new_empty((layout.rows, activation.halves * hidden))
+        h = x_SM.new_empty((layout.rows, activation.num_projections * hidden))
         a = x_SM.new_empty((layout.rows, hidden))
         if isinstance(config, HopperConfig):
             from fusedmoe.kernels.gluon.grouped.launch import launch_up
@@ -145,8 +145,8 @@ def up(
             assert wait is None, "calls that wait are not tuned, and the Gluon form is no one's default"
             launch_up(call, config, x_SM, w1, weights.b1, h, a, activation)
             return h, a
-        columns = config.bn // activation.halves
-        box = [activation.halves, columns, config.bk]
+        columns = config.bn // activation.num_projections
+        box = [activation.num_projections, columns, config.bk]
         tiles = call.tiles(config.bm, wait)
         up_kernel[(len(tiles.table) * triton.cdiv(hidden, columns),)](
             x_SM, layout.source_N, tensor_descriptor(w1.view(-1, hidden, dim), box) if variant.bulk else w1,

@@ -134,25 +134,27 @@ def place_tokens_kernel(
         tl.store(line_used_ptr + peer, rows + local)
 
 
-def plan_sends(layout: Layout, weight_SK: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
+def plan_sends(
+    layout: Layout, weight_SK: Tensor | None, num_ranks: int, degree: int, capacity: int, lines: int
+) -> Sends:
     """Compute `define_sends` by kernels. Unused entries of the results stay uninitialized."""
-    offsets_E1, (tokens, k), local = layout.offsets_E1, layout.row_SK.shape, layout.experts // peers
+    offsets_E1, (tokens, k), local = layout.offsets_E1, layout.row_SK.shape, layout.experts // num_ranks
     tiles = max(1, triton.cdiv(tokens, TOKENS))
     padded = triton.next_power_of_2(degree)
-    made = (peers * capacity, peers, 2 * (layout.experts + layout.rows), peers * lines, peers)
+    made = (num_ranks * capacity, num_ranks, 2 * (layout.experts + layout.rows), num_ranks * lines, num_ranks)
     single_launch = tokens * k <= ALONE
-    counted = () if single_launch else (peers * tokens, peers * tiles * padded)
+    counted = () if single_launch else (num_ranks * tokens, num_ranks * tiles * padded)
     *counts, token_WC, token_used_W, metadata, line_WC, line_used_W = _parts(offsets_E1, torch.int32, *counted, *made)
     sends = Sends(token_WC, token_used_W, metadata, line_WC, line_used_W)
     blocks = {"BLOCK": TOKENS, "LP": triton.next_power_of_2(local), "DP": padded}
-    grid, row_SK = (tiles * peers,), layout.row_SK.contiguous()
+    grid, row_SK = (tiles * num_ranks,), layout.row_SK.contiguous()
     if not single_launch:
         count_chunks_kernel[grid](
-            row_SK, offsets_E1, *counts, tokens, k, peers, local, degree, tiles, **blocks, num_warps=4
+            row_SK, offsets_E1, *counts, tokens, k, num_ranks, local, degree, tiles, **blocks, num_warps=4
         )
     place_tokens_kernel[grid](
         row_SK, offsets_E1, None if weight_SK is None else weight_SK.contiguous(), *(counts or (None, None)), *sends,
-        tokens, k, peers, capacity, lines, local, degree, tiles,
+        tokens, k, num_ranks, capacity, lines, local, degree, tiles,
         **blocks, TP=1 if single_launch else triton.next_power_of_2(tiles), WEIGHTED=weight_SK is not None, num_warps=4,
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -361,7 +363,7 @@ def read_metadata(
     slots, rows_per_slot, _ = results.own.shape
     far, bound = results.staging is not None, -(-rows // 4) * 4
     blocks = {"LP": triton.next_power_of_2(experts), "WP": triton.next_power_of_2(peers)}
-    block = rows_of_program(blocks["LP"] * blocks["WP"])
+    block = num_rows_per_program(blocks["LP"] * blocks["WP"])
     tiles = max(1, triton.cdiv(bound, block))
 
     addresses = 2 * slots * (2 if far else 1)
@@ -374,7 +376,7 @@ def read_metadata(
     table_sizes = [size for height in heights for size in (1, 2 * tile_bound(bound, experts, height)) * degree]
     sizes = *[bound] * degree, *[experts + 1] * degree, *[peers] * degree * 3, *table_sizes
     short = _parts(metadata_WC2, torch.int32, *sizes)
-    peer, offsets, num_rows, counter, later_counter = (
+    peer, offsets, num_rows, put_counter, later_put_counter = (
         short[first : first + degree] for first in range(0, 5 * degree, degree)
     )
     row_tiles = [Tiles(table.view(-1, 2), used) for used, table in zip(*[iter(short[5 * degree :])] * 2, strict=True)]
@@ -393,7 +395,8 @@ def read_metadata(
         )  # fmt: skip
     read_metadata_kernel[(tiles * degree,)](
         metadata_WC2, position,
-        *(of[0] for of in (count, offsets, num_rows, counter, later_counter, source, result_row, weight, peer)), pair_R,
+        *(of[0] for of in (count, offsets, num_rows, put_counter, later_put_counter, source, result_row, weight, peer)),
+        pair_R,
         *destinations[0], *destinations[1], row_tiles[0].used,
         *((None, 0, 0) if limit is None else (limit.fault_word, limit.max_rows, limit.message)),
         lines, capacity, experts, peers, degree, bound, tiles, rows_per_slot, results.row_bytes, values.row_bytes,
@@ -411,7 +414,11 @@ def read_metadata(
         of_chunk = dict(zip(heights, row_tiles[chunk::degree], strict=True))
         chunks.append(
             ArrivedChunk(
-                arrivals, addresses_of[:slots], addresses_of[slots:], (counter[chunk], later_counter[chunk]), of_chunk
+                arrivals,
+                addresses_of[:slots],
+                addresses_of[slots:],
+                (put_counter[chunk], later_put_counter[chunk]),
+                of_chunk,
             )
         )
     return chunks
@@ -437,5 +444,5 @@ def copy_received_rows(x_CM: Tensor, chunks: Sequence[Arrivals]) -> list[Tensor]
     return list(x_DRM.unbind())
 
 
-def rows_of_program(groups: int) -> int:
+def num_rows_per_program(groups: int) -> int:
     return min(256, max(16, _COMPARISONS // groups))

@@ -39,7 +39,7 @@ _DYNAMIC_ARGUMENTS = ["me", "slot", "limit_ns"]
 
 @triton.jit
 def _put_tile(
-    program, x_ptr, source_ptr, used_ptr, rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
+    program, x_ptr, source_row_ptr, used_ptr, rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
     epoch_ptr, staging_ptr, slot, C, T, M, pe_ptr, dummy_ptr, stop_ptr, record_ptr, me, limit_ns, W,
     TILE: tl.constexpr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _put_tile(
 
         index = tile * TILE + tl.arange(0, TILE)
         inside = index < used
-        source = tl.load(source_ptr + peer.to(tl.int64) * C + index, mask=inside, other=0).to(tl.int64)
+        source_row = tl.load(source_row_ptr + peer.to(tl.int64) * C + index, mask=inside, other=0).to(tl.int64)
         peer_rows_ptr = peer_pointer(rows_ptr, row_table_ptr, peer)
         owner = me
         if NVSHMEM:
@@ -68,7 +68,7 @@ def _put_tile(
         column = tl.arange(0, BLOCK)
         for first in range(0, M, BLOCK):
             mask = inside[:, None] & (first + column < M)[None, :]
-            x = tl.load(x_ptr + source[:, None] * M + first + column[None, :], mask=mask)
+            x = tl.load(x_ptr + source_row[:, None] * M + first + column[None, :], mask=mask)
             tl.store(peer_rows_ptr + target[:, None] * M + first + column[None, :], x, mask=mask)
         signal_index = (slot * W + me) * T + tile
         if NVSHMEM:
@@ -89,9 +89,9 @@ def _put_tile(
 
 @jit(do_not_specialize=[*_DYNAMIC_ARGUMENTS, "second_slot"])
 def put_rows_kernel(
-    x_ptr, source_ptr, used_ptr,
+    x_ptr, source_row_ptr, used_ptr,
     rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr, epoch_ptr, staging_ptr, slot, C, T, M,
-    second_x_ptr, second_source_ptr, second_used_ptr,
+    second_x_ptr, second_source_row_ptr, second_used_ptr,
     second_rows_ptr, second_row_table_ptr, second_signals_ptr, second_signal_table_ptr, second_credits_ptr,
     second_epoch_ptr, second_staging_ptr, second_slot, second_C, second_T, second_M,
     pe_ptr, dummy_ptr,
@@ -103,14 +103,14 @@ def put_rows_kernel(
     first = W * T
     if program < first:
         _put_tile(
-            program, x_ptr, source_ptr, used_ptr, rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr, credits_ptr,
-            epoch_ptr, staging_ptr, slot, C, T, M, pe_ptr, dummy_ptr, stop_ptr, record_ptr, me, limit_ns, W,
-            TILE, BLOCK, NVSHMEM, INTERPRET,
+            program, x_ptr, source_row_ptr, used_ptr, rows_ptr, row_table_ptr, signals_ptr, signal_table_ptr,
+            credits_ptr, epoch_ptr, staging_ptr, slot, C, T, M, pe_ptr, dummy_ptr, stop_ptr, record_ptr, me, limit_ns,
+            W, TILE, BLOCK, NVSHMEM, INTERPRET,
         )  # fmt: skip
     if second_x_ptr is not None:
         if program >= first:
             _put_tile(
-                program - first, second_x_ptr, second_source_ptr, second_used_ptr,
+                program - first, second_x_ptr, second_source_row_ptr, second_used_ptr,
                 second_rows_ptr, second_row_table_ptr, second_signals_ptr, second_signal_table_ptr, second_credits_ptr,
                 second_epoch_ptr, second_staging_ptr, second_slot, second_C, second_T, second_M,
                 pe_ptr, dummy_ptr, stop_ptr, record_ptr, me, limit_ns, W,
@@ -146,7 +146,11 @@ def credit_peer(
     received_ptr, stop_ptr, record_ptr,
     peer, W, pe_ptr, dummy_ptr, me, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
-    """Give a peer credit in up to three buffers, and check its fault word."""
+    """Give rank `peer` credit: this rank has read its slot of one to three receive buffers, which it may write again.
+
+    If `received_ptr` is given and the peer has reported a fault, first record the fault and set the stop flag, which
+    ends all waits. The other arguments are those of `give_credit`, as tensors.
+    """
     if received_ptr is not None:
         # Peers send faults before results, and the results have arrived.
         fault = tl.atomic_add(received_ptr + peer, 0, sem="acquire", scope="sys")
