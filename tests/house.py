@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 9213,
     "layers": 2508,
     "models": 1670,
-    "placement": 3951,
+    "placement": 3961,
     "runtime": 1603,
     "schedule": 6503,
     "training": 5868,

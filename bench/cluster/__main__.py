@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -22,12 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
-from bench.cluster import balance
+from bench.cluster import balance, own
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.report import MEASURED, show
 from bench.cluster.setting import SETTINGS, Setting
+from bench.console import stdout_console
 from bench.gpu.process import ROOT, Process
 from bench.own_policy import add_policy_flags, policy_environment, register_own
 from bench.provenance import provenance
@@ -60,7 +60,7 @@ Wanted = tuple[Setting, list[str]]
 
 def main() -> int:
     options = _options()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = stdout_console()
     wanted = options.settings
     if options.show:
         found = _stored(options.results, wanted)
@@ -73,6 +73,11 @@ def main() -> int:
     if lacking is not None:
         console.print(f"cluster benchmark skipped: {lacking}")
         return 0
+    if options.policy is not None:
+        name = options.policy.partition(":")[2]
+        console.print(f"{name} is compared in {own.parts_text(wanted, options.whole)}", highlight=False)
+    if (load := os.getloadavg()[0]) > 1:
+        console.print(f"load {load:.1f}: other processes are running, so times will be larger", highlight=False)
     signal.signal(signal.SIGTERM, _interrupt)
     ends = time.monotonic() + 60 * options.minutes
     written: list[str] = []
@@ -96,8 +101,8 @@ def main() -> int:
             begun = provenance(MEASURED) | {"rounds": options.rounds}
 
             def keep(part: str, found: dict[str, Any], seconds: float) -> None:
-                own = {"run": begun | {"seconds": round(seconds)}, **found}  # noqa: B023  called in this turn only
-                _store(options.results, setting, part, own)  # noqa: B023
+                result = {"run": begun | {"seconds": round(seconds)}, **found}  # noqa: B023  called in this turn only
+                _store(options.results, setting, part, result)  # noqa: B023
                 written.append(f"{setting.name}:{part}")  # noqa: B023
 
             try:
@@ -110,8 +115,8 @@ def main() -> int:
             except RuntimeError as error:  # other settings may succeed
                 console.print(f"{setting.name}: {error}", highlight=False, markup=False)
                 code = 1
-            options.pictures.mkdir(parents=True, exist_ok=True)
             for picture in out.glob("*.png"):
+                options.pictures.mkdir(parents=True, exist_ok=True)
                 (options.pictures / f"{setting.name}-{picture.name}").write_bytes(picture.read_bytes())
     found = _stored(options.results, wanted)
     show(
@@ -314,9 +319,11 @@ def _options() -> argparse.Namespace:
         if options.results == ROOT / "bench/results":
             parser.error("--policy: choose another --results folder; bench/results has the library's own policies only")
         try:
-            register_own(options.policy, options.whole)
+            name = register_own(options.policy, options.whole)
+            if not options.show:
+                own.check(name, options.whole, options.settings)
         except ConfigError as error:
-            parser.error(str(error))
+            parser.exit(2, f"{parser.prog}: {error}\n")
     return options
 
 

@@ -25,7 +25,9 @@ from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.timeline import Timeline
 
-_LAYERS, _SEQ_LEN, _K = 2, 256, 2
+#: Layers of the job's model.
+LAYERS = 2
+_SEQ_LEN, _K = 256, 2
 # GPipe with p stages spends (p−1)/(m+p−1) of the time filling and draining.
 _MICRO_BATCHES = (4, 8)
 
@@ -33,7 +35,7 @@ _MICRO_BATCHES = (4, 8)
 def job_settings(setting: Setting, policy: str) -> Settings:
     """Return the training job's settings under a schedule, with the rows of the layer benchmarks."""
     model = ModelConfig(
-        layers=_LAYERS,
+        layers=LAYERS,
         model_dim=setting.M,
         seq_len=_SEQ_LEN,
         batch=setting.S // _K // _SEQ_LEN,
@@ -97,7 +99,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
         found, of = rows[name], made[name].planned
         assert of is not None
         found |= predicted(found["median_s"], makespan(*of), of[0], refit) | planned(of[0])
-    return {"rows": beside(rows, first), "auto": explored(tuning), "layers": _LAYERS}
+    return {"rows": beside(rows, first), "auto": explored(tuning), "layers": LAYERS}
 
 
 def _recorded(trainer: Trainer) -> Timeline:

@@ -53,7 +53,10 @@ def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
             console.print()
             _show_part(name, part, found, console)
             console.print(conditions(found["run"], MEASURED), highlight=False, markup=False)
-            for goal in goals(part, found):
+            own = goals(part, found)
+            if own:
+                console.print("the library's own goals:", highlight=False)
+            for goal in own:
                 console.print(f"{'met   ' if goal.met else 'MISSED'}  {goal.target}: {goal.text}", highlight=False)
     _show_all(results, console)
 

@@ -19,6 +19,7 @@ from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
+    LayerPolicy,
     calibrate,
     exposed_gather_s,
     is_due,
@@ -29,6 +30,7 @@ from fusedmoe.placement.hecate import (
 )
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import NodeLayout, Placement
+from fusedmoe.placement.planner import call_policy
 from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, layer_s, placement_load, transfers_s
 
 
@@ -104,6 +106,27 @@ Policy = Callable[[Situation], Decision]
 def expert_parallelism(now: Situation) -> Decision:
     """Keep experts where they are."""
     return Decision(now.before, 0.0, 0)
+
+
+def by_layer(function: LayerPolicy, *, t: int) -> Policy:
+    """Return your own policy of `ShardedExperts(policy=function)`, and count its transfers.
+
+    Owner changes are exposed. Gather and reduce-scatter of t replicated experts per layer are hidden, as for `hecate`;
+    those of further experts are exposed.
+    """
+
+    def policy(now: Situation) -> Decision:
+        placements = tuple(call_policy(function, layer) for layer in now.layers(now.before))
+        waits_s, sent = _moved(now.before, placements, now)
+        for placement in placements:
+            holds_EW = placement.holds_EW.copy()
+            exposed = np.flatnonzero(holds_EW.sum(axis=1) > 1)[t:]
+            holds_EW[exposed] = placement.sharding.holds_EW[exposed]
+            hidden = Placement.holding(placement.owners, holds_EW)
+            waits_s += exposed_gather_s(hidden, placement, now.node_layout, now.costs)
+        return Decision(placements, waits_s, sent + _synchronised(placements, now))
+
+    return policy
 
 
 def hecate(

@@ -15,11 +15,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.own_policy import import_function
 from bench.placement.baselines import (
     CLUSTER_A,
     Decision,
     Policy,
     auto,
+    by_layer,
     exact,
     expert_parallelism,
     hecate,
@@ -37,8 +39,8 @@ from fusedmoe.placement.placement import NodeLayout
 from fusedmoe.runtime.progress import ProgressBar
 
 DESCRIPTION = """\
-Replay expert loads, recorded or synthetic, under nine placement policies, and compare the ranks'
-work and inter-node traffic.
+Replay expert loads, recorded or synthetic, under nine placement policies, and your own, and compare
+the ranks' work and inter-node traffic.
 
 The busiest rank determines the time of a layer. With expert parallelism (ep) it is the owner of
 the most popular expert. hecate has one owner per expert and, before each iteration, replicates the
@@ -72,6 +74,8 @@ examples:
     python -m bench.placement.loads -m 4 -t 4
   loads of a training run, as counts[iteration][layer][rank][expert]; --save writes such a file
     python -m bench.placement.loads --trace counts.json --ranks-per-node 8 --layer 3 --png layer3.png
+  your own policy, a function LayerLoads -> Placement, of which t experts per layer are hidden:
+    python -m bench.placement.loads --policy my_policies:copy_the_busiest
   for a script:
     python -m bench.placement.loads --json | jq '.policies.hecate.straggler'
 """
@@ -126,13 +130,23 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     placing.add_argument("--calibrate", action="store_true", help="hecate: re-plan after the gate")
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--policy", choices=POLICIES, default="hecate", help="policy to show next to ep (default: hecate)"
+        "--policy",
+        type=_parse_policy,
+        default="hecate",
+        metavar="NAME",
+        help=f"policy to show next to ep (default: hecate): {', '.join(POLICIES)}, or your own, MODULE:FUNCTION",
     )
     output.add_argument("--layer", type=int, default=0, metavar="N", help="layer to show (default: 0)")
     output.add_argument("--png", type=parse_figure_path, metavar="FILE", help="plot of that layer, .png, .svg or .pdf")
     output.add_argument("--save", type=parse_output_path, metavar="FILE", help="write the loads to a file for --trace")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args(flags)
+
+
+def _parse_policy(name: str) -> str:
+    if ":" in name or name in POLICIES:
+        return name
+    raise argparse.ArgumentTypeError(f"no policy {name!r}; choose from {', '.join(POLICIES)}, or give MODULE:FUNCTION")
 
 
 def main(flags: Sequence[str] | None = None) -> int:
@@ -146,6 +160,7 @@ def main(flags: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    own = _own_policy(arguments)
     trace = _trace(arguments)
     if not 0 <= arguments.layer < trace.layers:
         raise ConfigError(f"--layer {arguments.layer}: the loads are of layers 0 to {trace.layers - 1}")
@@ -154,7 +169,7 @@ def _run(arguments: argparse.Namespace) -> None:
     node_layout = NodeLayout(trace.ranks, arguments.ranks_per_node)
     if arguments.save is not None:
         arguments.save.write_text(trace.to_json(), encoding="utf-8")
-    best = _simulate(trace, node_layout, arguments)
+    best = _simulate(trace, node_layout, arguments, own)
     outcomes = {name: outcome for name, (_, outcome) in best.items()}
     settings = {name: setting for name, (setting, _) in best.items()}
     if arguments.png is not None:
@@ -165,6 +180,19 @@ def _run(arguments: argparse.Namespace) -> None:
         print(json.dumps(_as_dict(trace, node_layout, outcomes, settings, arguments), indent=2))
     else:
         _print(trace, node_layout, outcomes, settings, arguments)
+
+
+def _own_policy(arguments: argparse.Namespace) -> dict[str, dict[str, Policy]]:
+    """Import your own policy and name it as its function; empty: a policy of POLICIES is shown."""
+    if ":" not in arguments.policy:
+        return {}
+    function = import_function(arguments.policy, "my_policies:copy_the_busiest")
+    arguments.policy = arguments.policy.partition(":")[2]
+    if arguments.policy in POLICIES or not callable(function):
+        raise ConfigError(
+            f"--policy: {arguments.policy} must be a function with another name than {', '.join(POLICIES)}"
+        )
+    return {arguments.policy: {"": by_layer(function, t=arguments.overlap)}}
 
 
 def _trace(arguments: argparse.Namespace) -> LoadTrace:
@@ -187,7 +215,7 @@ def _trace(arguments: argparse.Namespace) -> LoadTrace:
 
 
 def _simulate(
-    trace: LoadTrace, node_layout: NodeLayout, arguments: argparse.Namespace
+    trace: LoadTrace, node_layout: NodeLayout, arguments: argparse.Namespace, own: dict[str, dict[str, Policy]]
 ) -> dict[str, tuple[str, Outcome]]:
     """Return each policy's outcome with its fastest setting, and that setting."""
     t, m = arguments.overlap, arguments.memory
@@ -207,7 +235,7 @@ def _simulate(
         {"": partial(exact, t=t, m=m, level=1.0)},
     )
     best = {}
-    for name, settings in zip(POLICIES, policies, strict=True):
+    for name, settings in (dict(zip(POLICIES, policies, strict=True)) | own).items():
         outcomes = []
         for setting, policy in settings.items():
             with ProgressBar(f"simulating {name} {setting}") as bar:

@@ -122,6 +122,10 @@ def replay(
     for iteration in range(WINDOW, len(trace)):
         tokens_LWE = trace.tokens_ILWE[iteration]
         decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, node_layout, costs))
+        if not all(isinstance(one, Placement) for one in decision.placements):
+            name = getattr(policy, "__qualname__", "the policy")
+            kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in decision.placements))
+            raise ConfigError(f"{name}: expected a Decision with a Placement for each layer, not with {kinds}")
         peak_bytes = _peak_bytes(placements, decision, costs)
         placements = decision.placements
         found = decision.loads or [

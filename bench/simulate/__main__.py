@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from bench.own_policy import add_policy_flags, register_own
-from bench.simulate.grid import ABLATION, ASSUMPTIONS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
+from bench.console import stdout_console
+from bench.own_policy import add_policy_flags, check_own, register_own
+from bench.simulate.grid import ABLATION, ASSUMPTIONS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid, sample_costs
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.schedule.machines import TESTBEDS
@@ -51,10 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse(arguments)
     try:
         own = None if settings.policy is None else register_own(settings.policy, settings.whole)
+        if own is not None:
+            for costs in sample_costs(settings.layers):
+                check_own(own, costs)
         with ProgressBar("simulating") as bar:
             results = run_grid(settings.layers, settings.sample, bar.show, own)
     except ConfigError as error:
-        sys.exit(f"bench.simulate: {error}")
+        print(f"bench.simulate: {error}", file=sys.stderr)
+        sys.exit(2)
     assumptions = _assumptions(settings.layers, settings.sample)
     if settings.json:
         print(json.dumps(_as_dict(results, settings.layers, assumptions), indent=2))
@@ -82,7 +86,7 @@ def _as_dict(results: list[Result], layers: int, assumptions: list[str]) -> dict
 
 
 def _print_table(results: list[Result], layers: int, assumptions: list[str]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = stdout_console()
     counts = results[0].as_dict()["cases"]
     sampled = f"n={counts['joint']}"
     speedups = Table(title="Mean speed-up over Tutel (with PipeMoE), 1,458 cases on each testbed")
@@ -92,25 +96,37 @@ def _print_table(results: list[Result], layers: int, assumptions: list[str]) -> 
         table.add_column("testbed", no_wrap=True)
     for part in ABLATION:
         parts.add_column(part if part == ABLATION[0] else f"+ {part}", justify="right")
-    columns = results[0].columns
-    for column in (*columns, "differing_degrees"):
-        few = f" {sampled}" * (counts.get(column, 0) == counts["joint"] < max(counts.values()))
-        speedups.add_column(column.replace("_", " ") + few, justify="right")
+    columns, own = results[0].columns, results[0].own
+    # Your policy in the cases of joint and the bound, too.
+    both = own is not None and counts[own] > counts["joint"]
+    for column in columns:
+        few = f"\n{sampled}" * (counts[column] == counts["joint"] < max(counts.values()))
+        speedups.add_column((column if column == own else column.replace("_", " ")) + few, justify="right")
+    for column in [f"{own}\n{sampled}"] * both + ["differing\ndegrees"]:
+        speedups.add_column(column, justify="right")
     for quantile in results[0].as_dict()["gap_to_bound"]:
         gaps.add_column(quantile, justify="right")
     for testbed, published in PUBLISHED.items():
         for result in (result for result in results if result.testbed == testbed):
             found, label = result.as_dict(), f"{testbed} {_name(result)}"
-            cells = (f"{found[column]:.3f}" for column in columns)
+            cells = [f"{found[column]:.3f}" for column in columns]
+            if both:
+                cells.append(f"{found['sampled'][own]:.3f}")
             speedups.add_row(label, *cells, str(result.differing_degrees))
             parts.add_row(label, *(f"{share:.3f}" for share in found["ablation"].values()))
             gaps.add_row(label, *(f"{max(0.0, gap):.1%}" for gap in found["gap_to_bound"].values()))
-        cells = (str(published.get(column, "")) for column in (*columns, "differing_degrees"))
         if layers == LAYERS:  # of the paper
-            speedups.add_row(f"{testbed} published", *cells)
+            cells = [str(published.get(column, "")) for column in columns] + [""] * both
+            speedups.add_row(f"{testbed} published", *cells, str(published.get("differing_degrees", "")))
         speedups.add_section()
     for table in (speedups, parts, gaps):
+        for column in table.columns:
+            column.overflow = "fold"  # terminals may be narrower than the headers
         console.print(table)
+        if table is speedups and layers != LAYERS:
+            console.print(f"published rows: only with --layers {LAYERS}", highlight=False)
+        if table is speedups and own is not None:
+            console.print(f"compare joint with {own} {sampled}; {own} is a candidate of joint", highlight=False)
     for text in assumptions:
         console.print(f"· {text}", highlight=False, markup=False)
 

@@ -92,6 +92,11 @@ class Result:
         """Return the mean of baseline time / time over all available cases."""
         return float(np.nanmean(self.seconds[BASELINE] / self.seconds[name]))
 
+    def sampled_speedup(self, name: str) -> float:
+        """Return the mean of baseline time / time over the cases of `joint` and the bound."""
+        sampled = ~np.isnan(self.seconds["joint"])
+        return float((self.seconds[BASELINE] / self.seconds[name])[sampled].mean())
+
     def num_cases(self, name: str) -> int:
         """Return the number of simulated cases of a column."""
         return int((~np.isnan(self.seconds[name])).sum())
@@ -105,13 +110,14 @@ class Result:
         return gaps[~np.isnan(gaps)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return means, the count of differing degrees, and the distribution of the gaps, as JSON."""
+        """Return means over all cases and over the sample, differing degrees, and quantiles of the gaps, as JSON."""
         gaps = self.gaps()
         quantiles = {f"p{share}": float(np.quantile(gaps, share / 100)) for share in (0, 25, 50, 75, 90, 100)}
         return {
             "contention": self.contention,
             **self.speedups(),
             "cases": {name: self.num_cases(name) for name in (*self.columns, *ABLATION)},
+            "sampled": {name: self.sampled_speedup(name) for name in self.columns},
             "ablation": {name: self.speedup(name) for name in ABLATION},
             "differing_degrees": self.differing_degrees,
             "gap_to_bound": {"mean": float(gaps.mean()), **quantiles},
@@ -135,6 +141,18 @@ def workloads(testbed: Testbed) -> Iterator[Workload]:
             testbed.nodes,
             testbed.gpus,
         )
+
+
+def step_costs(testbed: Testbed, workload: Workload, layers: int) -> StepCosts:
+    """Return the costs of a step of equal layers, without contention."""
+    layer = workload.layer_costs(testbed.costs)
+    return StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), workload=workload)
+
+
+def sample_costs(layers: int) -> Iterator[StepCosts]:
+    """Yield the costs of one case of each testbed."""
+    for testbed in TESTBEDS.values():
+        yield step_costs(testbed, next(workloads(testbed)), layers)
 
 
 # Cost of a case with policies of whole models, in units of other cases.
@@ -162,14 +180,13 @@ def run_grid(
         differing = [0 for _ in contentions]
         sampled = set(random.Random(0).sample(range(len(found)), min(sample, len(found))))
         for number, workload in enumerate(found):
-            layer = workload.layer_costs(testbed.costs)
-            costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"), workload=workload)
+            costs = step_costs(testbed, workload, layers)
             for index, row in enumerate(_rows(costs, contentions, own)):
                 whole = _whole_row(replace(costs, contention=contentions[index])) if number in sampled else {}
                 rows[index].append(row | whole)
                 degrees = {
                     choose_degree(chunks, contention=contentions[index], max_degree=_DIFFERING_LIMIT).degree
-                    for chunks in layer.chunks.values()
+                    for chunks in costs.layers[0].chunks.values()
                 }
                 differing[index] += _HEADS * (len(degrees) > 1)
             done += 1 + _WHOLE_CASES * (number in sampled)
@@ -190,7 +207,9 @@ def _rows(costs: StepCosts, contentions: tuple[Contention, ...], own: str | None
     for contention in contentions:
         here = replace(costs, contention=contention)
         three = ["fsmoe"] if own is None or POLICIES[own].uses_micro_batches else ["fsmoe", own]
-        yield same | {name: makespan(POLICIES[name].plan(here), here) for name in three}
+        # As a single layer sees them: without micro-batches.
+        layers = here.by_layer()
+        yield same | {name: makespan(POLICIES[name].plan(layers), layers) for name in three}
 
 
 # Their plans do not use intra-node links.

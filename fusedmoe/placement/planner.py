@@ -27,6 +27,16 @@ Correction = Callable[[Placement, NDArray[np.int64], NodeLayout, int, PlacementC
 UNKNOWN_COSTS = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
 
 
+def call_policy(policy: LayerPolicy, loads: LayerLoads) -> Placement:
+    """Call a user's policy. Raises `ConfigError` with its name if it returns no `Placement`."""
+    placement: object = policy(loads)
+    if not isinstance(placement, Placement):
+        name = getattr(policy, "__qualname__", type(policy).__qualname__)
+        kind = type(placement).__name__
+        raise ConfigError(f"placement policy {name}: it returned a {kind}, no Placement; Placement.holding makes one")
+    return placement
+
+
 class PlacementPlanner:
     """Chooses placements by a policy, identically on all ranks.
 
@@ -82,7 +92,7 @@ class PlacementPlanner:
             return before
         if not callable(self.policy):
             return hecate(loads, t=self.overlap, m=self.memory, searches=self.policy == "hecate")
-        placement = self.policy(loads)
+        placement = call_policy(self.policy, loads)
         same = (placement.num_ranks, placement.experts) == (before.num_ranks, before.experts)
         if not same or not (self.may_reshard or placement.owners == before.owners):
             raise ConfigError(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,16 +18,17 @@ import pytest
 import torch
 
 from bench.cluster import __main__ as command
-from bench.cluster import balance, job, model, network, placed, predicted, profile, stacks
+from bench.cluster import balance, job, model, network, placed, predicted, profile, report, stacks
 from bench.cluster.blocks import UNTUNED_BYTES, plans_by_policy
 from bench.cluster.layer import both_passes, make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.rank import Parts, leave_waits_alone, setting_of
+from bench.cluster.rank import Parts, leave_waits_alone, reword_noise, setting_of
 from bench.cluster.report import MEASURED
 from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, PLACED, Setting
 from bench.cluster.stacks import plan_of, same_results
 from bench.cluster.step import Computed, Step, computation
 from bench.cluster.turns import beside, first_of, setting_json
+from bench.console import stdout_console
 from bench.provenance import age, conditions, difference, git, provenance
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
@@ -455,6 +457,18 @@ def test_namespaces_connect_and_are_removed() -> None:
     assert not any(name in listed for name in nodes.names)
 
 
+def test_noise_warning_does_not_name_a_command_that_cannot_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: shown.append(str(message)))
+    reword_noise()
+    for text in ("costs.json: measured times of gemm, copy are noisy, so … profile --again", "another"):
+        warnings.showwarning(UserWarning(text), UserWarning, "", 1)
+    assert shown == ["another"]
+    assert capsys.readouterr().out == "  measured times of gemm, copy are noisy: predictions and plans may be poor\n"
+
+
 def test_ranks_are_killed_when_saving_results_fails(tmp_path: Path) -> None:
     number = tmp_path / "number"
 
@@ -492,20 +506,26 @@ def test_finished_parts_are_saved_when_setting_fails(
         if setting is BLOCKS:
             raise RuntimeError("rank 1 ended with 1")
         keep(parts[0], {"number": len(asked)}, 12.0)
+        assert (tmp_path / "pictures").exists() == (setting is EMULATED)  # after the first picture
+        if setting is COMPUTED:
+            (folder / "fsmoe.png").touch()
         if setting is EMULATED:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", run)
     monkeypatch.setattr(command, "missing", lambda: None)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command.os, "getloadavg", lambda: (2.5, 0.0, 0.0))
     flags = ["--minutes", "15", "--results", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
     wanted = ["blocks:model", "computed:job,steps", "placement", "emulated:layer,model", "layer"]
     monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", *wanted, *flags])
     assert command.main() == 130
     assert asked == [("blocks", ["model"]), ("computed", ["job", "steps"]), ("emulated", ["layer", "model"])]
     out = capsys.readouterr().out
+    assert out.startswith("load 2.5: other processes are running, so times will be larger\n")
     assert "no time for placement" in out and "blocks: rank 1 ended" in out
     assert "computed:job and emulated:layer written" in out
+    assert [picture.name for picture in (tmp_path / "pictures").iterdir()] == ["computed-fsmoe.png"]
     stored = json.loads((tmp_path / "cluster.json").read_text())["settings"]
     assert stored.keys() == {"computed", "emulated"} and stored["computed"].keys() == {"job"}
     assert stored["computed"]["job"]["number"] == 2
@@ -517,6 +537,15 @@ def test_finished_parts_are_saved_when_setting_fails(
     options = command.argparse.Namespace(results=tmp_path, rounds=10)
     assert command._fitting(EMULATED, ["layer"], options, 60.0) == (["layer"], command._START_S + 24.0)
     assert command._fitting(EMULATED, ["layer"], options, 50.0) == ([], 0.0)
+
+
+def test_missed_goals_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(report, "_show_part", lambda *_: None)
+    monkeypatch.setattr(report, "age", lambda *_: None)
+    report.show({"emulated": {"sweep": {"run": {}, "regret": 0.2}, "placement": {"run": {}}}}, stdout_console())
+    out = capsys.readouterr().out
+    assert "the library's own goals:\nMISSED  chosen degrees within 5% of the best: +20.0%\n" in out
+    assert out.count("goals") == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a repository to another user")

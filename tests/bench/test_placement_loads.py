@@ -26,6 +26,24 @@ def test_json_lists_every_policy(capsys):
     assert sum(layer["work_before"]) == sum(layer["work_after"]) == 8 * 500
 
 
+def test_own_policy_is_added(capsys, tmp_path, monkeypatch):
+    (tmp_path / "placements_of_a_user.py").write_text(
+        "def mine(now):\n    return now.placement\n\ndef hecate(now):\n    return now.placement\n"
+        "\ndef nothing(now):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*SMALL, "--json", "--policy", "placements_of_a_user:mine"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data["policies"]) == [*POLICIES, "mine"] and data["layer"]["policy"] == "mine"
+    assert data["policies"]["mine"] == data["policies"]["ep"]
+    for name, text in (("nothing", "policy nothing: it returned a NoneType"), ("hecate", "another name"), ("no", "no")):
+        assert main([*SMALL, "--policy", f"placements_of_a_user:{name}"]) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--policy", "mine"])
+    assert "no policy 'mine'; choose from ep, " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_saved_loads_reproduce_output(capsys, tmp_path):
     path, picture = tmp_path / "counts.json", tmp_path / "loads.png"

@@ -12,6 +12,7 @@ from bench.placement.baselines import (
     CLUSTER_A,
     Decision,
     auto,
+    by_layer,
     exact,
     expert_parallelism,
     hecate,
@@ -226,3 +227,46 @@ def test_hecate_beats_baselines_on_recorded_loads(per_node, m, straggler, ingres
     assert ep.straggler / ours.straggler > straggler
     assert ep.ingress_bytes / ours.ingress_bytes > ingress
     assert ep.iteration_s / ours.iteration_s > faster
+
+
+def test_own_layer_policy_counts_its_transfers():
+    def of_first(count):
+        def policy(now):
+            holds_EW = now.placement.sharding.holds_EW.copy()
+            holds_EW[:count] = True
+            return Placement.holding(now.placement.owners, holds_EW)
+
+        return policy
+
+    trace = make_loads(8, 2, 8, 16)
+    none, hidden, exposed, more = (
+        replay(trace, by_layer(of_first(count), t=t), NodeLayout(8, 4), CLUSTER_A)
+        for count, t in ((0, 2), (2, 2), (2, 1), (2, 0))
+    )
+    assert none.waits_s == hidden.waits_s == 0 < exposed.waits_s < more.waits_s
+    sent_bytes = 2 * 2 * 2 * 7 * CLUSTER_A.expert_bytes  # both ways, layers, experts, other ranks
+    assert none.sent_I.max() == 0 and set(hidden.sent_I) == set(exposed.sent_I) == {sent_bytes}
+
+
+def test_own_layer_policy_counts_owner_changes():
+    def exchange(now):
+        first, second, *others = now.placement.owners
+        return Placement(now.placement.num_ranks, (second, first, *others))
+
+    trace = make_loads(8, 2, 16, 16)
+    found = replay(trace, by_layer(exchange, t=8), NODES, CLUSTER_A)
+    assert found.waits_s > 0 and set(found.sent_I) == {2 * 2 * CLUSTER_A.move_bytes}
+
+
+def test_policies_without_placements_are_named():
+    def forgets(now):
+        pass
+
+    def forgets_layers(now):
+        return Decision((None, None), 0.0, 0)
+
+    trace = make_loads(8, 2, 16, 16)
+    with pytest.raises(ConfigError, match=r"forgets: it returned a NoneType, no Placement"):
+        replay(trace, by_layer(forgets, t=8), NODES, CLUSTER_A)
+    with pytest.raises(ConfigError, match=r"forgets_layers: expected a Decision with a Placement for each layer"):
+        replay(trace, forgets_layers, NODES, CLUSTER_A)

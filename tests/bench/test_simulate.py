@@ -42,3 +42,4 @@ def test_table_marks_sampled_columns_and_has_published_rows_for_the_papers_layer
     assert all(row in out for row in ("A ideal", "B calibrated", "over Tutel, n=1", "the bound, n=1"))
     assert out.count("n=1") == 6  # two titles; columns lancet, flowmoe, joint and bound
     assert ("A published" in out) == (layers == 4)
+    assert ("published rows: only with --layers 4" in out) == (layers != 4)
