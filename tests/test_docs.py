@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -57,6 +57,7 @@ def run_pages(rank: int, world: int, folder: str) -> list[str]:
     with (
         patch.dict(os.environ, FUSEDMOE_CACHE=folder),
         patch("fusedmoe.layers.measure.measured_costs", lambda *_: costs),
+        chdir(folder),  # some pages write files
     ):
         for page in RUNNABLE:
             torch.manual_seed(rank)  # torchrun's processes have other random numbers, too

@@ -382,7 +382,7 @@ def test_docstring_example_gate_routes_and_trains() -> None:
     """`Gate`'s example routes, trains, and returns equal results for micro-batches and the whole batch."""
     _, example = (Gate.__doc__ or "").split("nearest vectors:\n")
     names: dict[str, Any] = {"Gate": Gate, "torch": torch, "top_experts": top_experts}
-    exec(textwrap.dedent(example.split("When a layer is created")[0]), names)
+    exec(textwrap.dedent(example.split("`MoELayer` calls")[0]), names)
     gate = names["Nearest"](experts=5, k=2)
     gate.setup(4)
     assert gate.splits
