@@ -69,7 +69,10 @@ _ACTIVATIONS = {
 class MegatronMoELayer(MoELayer):
     """Megatron's layer with this library's token dispatch.
 
-    Args, Raises: as for `StagedDispatcher`, and `ConfigError` for an unsupported setting.
+    Args: as for Megatron's `MoELayer`, and
+        timeout_s: maximum wait for other ranks, in seconds.
+        schedule: as for `fusedmoe.MoELayer`.
+    Raises: as `StagedDispatcher`, and `ConfigError` for an unsupported setting.
     """
 
     def __init__(

@@ -264,6 +264,7 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
 
 
 def max_over_ranks_s(group: Group, seconds: Sequence[float], operation: str) -> list[float]:
+    """Return the largest of the ranks' values for each entry of `seconds`. Collective."""
     own_s = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
     slowest: list[float] = all_reduce(group, own_s, "max", operation).tolist()
     return slowest

@@ -8,7 +8,8 @@ for rank 3:
     inside     a | a b          rank 2 keeps a, and sends a and b to rank 3
     back       rank 2 adds its own result for a and rank 3's, and sends one sum across
 
-Each rank receives the same tokens in the same order as with `direct`. Results are summed in order of local ranks first.
+Each rank receives the same tokens in the same order as with `direct`. Results are summed inside nodes first, in
+order of local ranks.
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Raises:
         ConfigError: an unsupported module; shapes that do not match; NaN or infinite tokens or weights (on CUDA
             raised by a later call).
+
+    Saves tokens and pre-activations for backward.
     """
     parameters = read_parameters(self)
     if _is_overhead_bound(parameters.down, hidden_states, top_k_index):

@@ -108,6 +108,7 @@ class Load:
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
 
     def num_dropped(self) -> int:
+        """Return the number of pairs that chose an expert without room. Synchronizes with the device."""
         return int(self.chosen_E.sum() - self.kept_E.sum())
 
 

@@ -159,7 +159,7 @@ def nodes_of(topology: Topology) -> NodeLayout:
 
 
 def sum_over_shards(shards: Group, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-    # Ranks with shards of an expert must choose the same replicas.
+    """Sum loads over the ranks that share experts: they must choose the same replicas. Collective over `shards`."""
     if shards.size == 1:
         return tokens_WE
     summed_WE = torch.from_numpy(tokens_WE).to(device_of(shards), copy=True)

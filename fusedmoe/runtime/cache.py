@@ -359,6 +359,7 @@ def _parse_valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
 
 
 def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
+    """Return the path of a cached choice between plans. Collective over all ranks."""
     machine = machine_facts(topology, device, dtype)
     return (
         cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _planning_source_digest(), **facts})}.json"

@@ -220,6 +220,8 @@ class FusedCosts:
         tile_rows: rows per signal.
         signal_s: by link ("intra", "inter"), seconds from the end of a tile's transfer until the waiting kernel
             continues. A link without an entry has no fused operations.
+
+    Raises `ConfigError` for invalid numbers or links.
     """
 
     tile_rows: int

@@ -9,6 +9,8 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
-from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Board
+from fusedmoe.comm.failure.blame import timeout_error
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Board, Note
 from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import TIMEOUT_CURE
 from fusedmoe.training.data_parallel import distributed_data_parallel
 from tests.cluster import Cluster
 from tests.comm.failing import SOON_S, M, check, linear, make, nothing, train
@@ -310,3 +314,24 @@ def test_topology_creation_errors_name_rank_and_sizes(cluster: Cluster) -> None:
         assert re.search(match, outcome.error[1]), outcome.error
     match = "making the topology ended because rank 3 did not join making the topology: time-out after 1 s"
     check(cluster, 3, match, miss_topology_creation)
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "is_advised"),
+    [
+        ("combine over the ep group [0, 1]", False),  # it has skipped or repeated a call
+        ("sum of gradients over the dp group [1, 3]", True),  # rank 3 may be slow
+        ("", True),  # it is late
+        ("dispatch over the ep group [0, 1]", True),  # both wait for data
+    ],
+)
+def test_timeout_error_suggests_longer_timeout_unless_a_call_was_skipped(waits_for: str, is_advised: bool) -> None:
+    board: Any = SimpleNamespace(
+        rank=0,
+        calls=Counter(),
+        wait_notes=lambda ranks: {1: Note(waits_for, 1, 1)},
+        final_verdict=lambda: None,
+        blame=lambda culprit, operation, text, is_absent: text,
+    )
+    error = timeout_error(board, [1], "dispatch", "the ep group [0, 1]", 4.0, {})
+    assert (TIMEOUT_CURE in str(error)) == is_advised, error

@@ -314,6 +314,19 @@ def test_layer_rejects_other_sizes() -> None:
         fusedmoe.MoELayer(M, fusedmoe.gates.TopK(experts=4), from_modules(experts))
 
 
+def test_modules_for_inference_only_are_compared_in_evaluation_mode() -> None:
+    class ForInference(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                raise RuntimeError("inference only")
+            return super().forward(x)
+
+    module = ForInference(("fc1", "fc2"), F.gelu)
+    assert fusedmoe.experts.from_modules([module]).activation == "gelu"
+    with pytest.raises(ConfigError, match="no relu network"):
+        fusedmoe.experts.from_modules([module], activation="relu")
+
+
 def test_modes_and_random_state_are_kept() -> None:
     module = Plain(("fc1", "fc2"), F.gelu).eval()
     module.dropout.train()

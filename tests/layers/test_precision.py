@@ -104,7 +104,7 @@ def compare_errors_on_rank(
                     whole_grad = whole_grad.chunk(group.size, dim)[group.index]
                 results[name] = whole_grad
     for name, (our_error, theirs) in errors(ours, exact, usual).items():
-        # Each of the esp summands of a result is rounded, plain torch rounds their sum: independent errors add in squares.
+        # Each of the esp summands is rounded, and plain torch rounds their sum: independent errors add in squares.
         bound = 1e-5 if dtype == torch.float32 else 1.5 * math.sqrt(esp) * theirs
         assert our_error <= bound, (seed, name, our_error, theirs)
 

@@ -78,7 +78,9 @@ def timeout_error(
     if absent or stopped or elsewhere:
         descriptions += [f"rank {rank} waits for {note.operation}" for rank, note in note_by_rank.items()]
     text = f"not all ranks joined within {timeout_s:.0f} s: {'; '.join(descriptions) or 'no data received'}. {ORDER}"
-    if absent or stopped or not elsewhere:  # otherwise all ranks wait: one has skipped or repeated a call
+    # If all wait in this group, one has skipped or repeated a call; in another group one may wait for a slow rank.
+    skipped = bool(elsewhere) and all(note_by_rank[rank].operation.endswith(f" over {where}") for rank in elsewhere)
+    if absent or stopped or not skipped:
         text += f"; if one is slow, {TIMEOUT_CURE}"
     culprit = [*absent, *stopped, *sort_by_suspicion(note_by_rank)][0]
     is_absent = culprit in now and now[culprit].operation != call

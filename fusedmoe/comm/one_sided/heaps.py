@@ -38,7 +38,10 @@ def open_heap(group: Group, device: torch.device, backend: str | None = None) ->
 
 
 def find_backend(group: Group, device: torch.device, backend: str | None = None) -> tuple[str, str]:
-    """Return (name, "") of the first backend that works on all ranks, or ("", reasons). Collective."""
+    """Return (name, "") of the first backend that works on all ranks, or ("", reasons). Collective.
+
+    Raises `ConfigError` for an unknown backend.
+    """
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     candidates = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("host",)
