@@ -66,6 +66,8 @@ def pipeline_refusal(job: ExternalJob, settings: Settings, sizes: Sizes) -> str 
     """Return why the job's blocks cannot run in micro-batches; None: they can."""
     if job.pipeline is None:
         return "this integration has no pipeline"
+    if sizes.ep * sizes.esp == 1:
+        return "experts are not spread over ranks"
     if sizes.mp > 1:
         return "it does not support tensor parallelism"
     if settings.model.batch == 1:
@@ -111,7 +113,7 @@ def answer_facts(
             str(job.state),
             _describe_batch(planning.micro_batches, job),
             _GRADIENTS,
-            *_recomputation(planning.settings, planning.costs, job),
+            *_recomputation(planning.settings, planned, job),
             *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp],
         ],
         "layout": {**vars(planning.sizes), "dp": planning.launch.ranks // planning.sizes.mp},
@@ -152,7 +154,7 @@ def _memory(planning: Planning, job: ExternalJob) -> dict[str, Any]:
     facts = memory_facts(rank_memory(settings, launch, sizes, meta, job.state), machine)
     remedy = None
     if facts["fits"] is False:
-        remedy = find_remedy(settings, launch, sizes, meta, job.state, facts["device"])
+        remedy = find_remedy(settings, launch, sizes, meta, job.state, facts["device"], machine)
     return facts | {"remedy": None if remedy is None else remedy._asdict()}
 
 
@@ -161,10 +163,12 @@ def _gain_facts(sequential_s: float, step_s: float, ends: Sequence[tuple[float, 
     return {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]}
 
 
-def _recomputation(settings: Settings, costs: CostModel, job: ExternalJob) -> list[str]:
+def _recomputation(settings: Settings, planned: Planned, job: ExternalJob) -> list[str]:
     if not settings.recompute:
         return [] if job.selective is None else [f"no recomputation ({job.selective} is selective)"]
-    if costs.observed:
+    if planned.costs.can_split:
+        return ["dense parts run again in the backward pass, without dispatch and combine"]
+    if planned.costs.loss_s is not None:
         return ["recomputed communication and experts are not in the step time"]
     return ["each block's forward runs again in the backward pass, dispatch and combine included"]
 

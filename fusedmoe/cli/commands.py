@@ -126,7 +126,8 @@ Only tasks on the critical path lengthen a step. A pass is bound by the resource
 the critical path while the pass lasts: computation, links between nodes (dispatch, combine, gradient
 all-reduce) or links inside a node (all-gather, reduce-scatter).
 
-The plans are those that fusedmoe train would follow with the same costs. One-sided operators, which
+The plans are those that fusedmoe train would follow with the same costs; with --recompute they also
+count recomputed passes, which train finds in measured steps only. One-sided operators, which
 send and receive rows inside kernels, are available to single layers only and are not planned here.
 
 With --placement fssdp, the command also prints how many experts per layer can be sent while the
@@ -139,10 +140,11 @@ plans for any number of ranks. Task times measured in the model's own steps are 
 train or trace has cached them, and in the costs.json of a run.
 
 --config FILE reads the model of a job that trains with another framework, and its batch and parallel
-sizes if the file states them. With --machine, sizes that are not given are chosen: the fastest that
-fit the memory of a GPU. The output answers what to change: parallel sizes, memory per rank, chunks,
-and whether overlap, two-level dispatch (--dispatch 2dh) and expert replicas gain more than the error
-of the prediction; if not, leave them off. What the file leaves open is printed as an assumption.
+sizes if the file states them. With --machine, an EP size that is not given is chosen: of those that
+fit the memory of a GPU and are within 12% of the least time, the one with the least memory. The output
+answers what to change: parallel sizes, memory per rank, chunks, and whether overlap, two-level
+dispatch (--dispatch 2dh) and expert replicas gain more than the error of the prediction; if not, leave
+them off. What the file leaves open is printed as an assumption.
 
 --machine NAME models a machine from data sheets and published measurements; their sources are
 printed. --ranks-per-node, --nics and --nic-bandwidth set the nodes of your cluster, e.g. for a slower
@@ -311,7 +313,9 @@ def _add_plan(commands: Commands) -> None:
         help="spread of compute time over ranks (standard deviation / mean), as fusedmoe trace measures it "
         "(default: that of the --machine)",
     )
-    group.add_argument("--nics", type=int, metavar="N", help="network cards per node (default: that of the --machine)")
+    group.add_argument(
+        "--nics", type=int, metavar="N", help="network cards per node (default: as many per rank as the --machine)"
+    )
     group.add_argument(
         "--nic-bandwidth",
         type=float,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -106,7 +107,7 @@ def rank_memory(
         state.parameter * rest,
         state.gradient * rest,
         state.optimizer * optimizer,
-        saved + logits,
+        state.in_flight * saved + logits,
         logits + (gathered if state.sharded == "all" else copies),
     )
 
@@ -209,6 +210,14 @@ def chosen_settings(settings: Settings, found: Sequence[ParallelLayout]) -> Sett
     return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
 
 
+def _is_even(machine: Machine, settings: Settings, sizes: Sizes, ranks: int) -> bool:
+    """Return whether the groups are spread evenly over nodes."""
+    with suppress(ConfigError):
+        machine_costs(machine, settings, sizes, ranks)
+        return True
+    return False
+
+
 class Remedy(NamedTuple):
     """Changes of a job that does not fit the memory, and its bytes per rank with them."""
 
@@ -217,7 +226,13 @@ class Remedy(NamedTuple):
 
 
 def find_remedy(
-    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState, room: float
+    settings: Settings,
+    launch: Launch,
+    sizes: Sizes,
+    meta: Transformer,
+    state: TrainingState,
+    room: float,
+    machine: Machine | None = None,
 ) -> Remedy | None:
     """Return the first changes after which a rank fits `room` bytes; None: there are none.
 
@@ -226,7 +241,9 @@ def find_remedy(
     assert settings.model.experts is not None
     batch, experts, ranks = settings.model.batch, settings.model.experts, launch.ranks
     batches = [batch >> halvings for halvings in range(batch.bit_length()) if batch % (1 << halvings) == 0]
-    larger = (ep for ep in range(sizes.ep + 1, experts + 1) if not experts % ep and not ranks % (ep * sizes.esp))
+    larger = [ep for ep in range(sizes.ep + 1, experts + 1) if not experts % ep and not ranks % (ep * sizes.esp)]
+    if machine is not None:
+        larger = [ep for ep in larger if _is_even(machine, settings, replace(sizes, ep=ep), ranks)]
     states = {"": state}
     if state.sharded != "all":
         states["state sharded over all ranks (FSDP)"] = replace(state, sharded="all")

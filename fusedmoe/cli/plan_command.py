@@ -68,6 +68,7 @@ class PlanReport:
         job: another framework's job, whose questions `facts["answer"]` then answers.
         compared: number of layouts that were compared.
         meta: result of `make_meta_model`, if it exists already.
+        can_trace: `fusedmoe trace` can measure the tasks on these ranks.
     Attributes:
         policy, plan: the reported policy and its plan.
         step_s: predicted step time of each policy, in seconds.
@@ -88,7 +89,9 @@ class PlanReport:
         job: ExternalJob | None = None,
         compared: int = 0,
         meta: Transformer | None = None,
+        can_trace: bool = False,
     ) -> None:
+        self._can_trace = can_trace
         self.policy, external = followed_policy(settings, sizes), job is not None
         meta = meta or make_meta_model(settings)
         policies = None if job is None else runnable_policies(job, settings, sizes)
@@ -98,7 +101,7 @@ class PlanReport:
         self.plan, step = plans[self.policy]
         self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=external)
         dp = launch.ranks // sizes.mp
-        number = self._micro_batches_per_step = 1 if job is None else job.micro_batches(settings.model.batch, dp)
+        number = 1 if job is None else job.micro_batches(settings.model.batch, dp)
         fixed_s = after.seconds + number * head_s(settings, sizes, costs)
         self.step_s = {name: number * planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
@@ -114,6 +117,7 @@ class PlanReport:
         distinct = {id(planned.costs): planned.costs for planned in plans.values()}.values()
         bound = number * min(bound_s(one) + recomputation_bound_s(settings, one) for one in distinct) + fixed_s
         repeated = recomputed_pass(settings, plans[self.policy])
+        self._is_measured = not step.can_split and step.loss_s is not None
         recomputed_s = 0.0 if repeated is None else repeated.end_s
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
@@ -129,7 +133,9 @@ class PlanReport:
             "policy": self.policy,
             "step_s": step_s,
             "bound_s": bound,
-            "recomputed_s": recomputed_s,
+            "tokens_per_s": number * step_tokens(settings, launch.ranks, sizes.mp) / step_s,
+            "micro_batches_per_step": number,
+            "recomputed_s": number * recomputed_s,
             "policies_s": self.step_s,
             "gap_to_bound": step_s / bound - 1,
             "micro_batches": {phase: self._micro_batches(phase) for phase in PHASES},
@@ -177,18 +183,19 @@ class PlanReport:
     def print(self) -> None:
         facts, console = self.facts, make_console()
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
-        model, step_s = self._settings.model, facts["step_s"]
+        model = self._settings.model
         console.print(describe(model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
-        number = self._micro_batches_per_step
+        number = facts["micro_batches_per_step"]
         batches = f"{number} micro-batches of " if number > 1 else ""
         console.print(
             f"per replica and step {batches}{model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
-            f"{number * step_tokens(self._settings, ranks, mp) / step_s:,.0f} tokens/s by {self.policy}"
+            f"{facts['tokens_per_s']:,.0f} tokens/s by {self.policy}"
         )
         console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
         if outside := facts["outside_ranges"]:
-            text = f"costs outside the measured range: {outside}; run fusedmoe trace first, which measures them"
+            cure = "; run fusedmoe trace first, which measures them" if self._can_trace else ""
+            text = f"costs outside the measured range, extrapolated: {outside}{cure}"
             console.print(printable(text), markup=False, soft_wrap=True)
         if (answer := facts.get("answer")) is not None:
             print_answer(console, answer)
@@ -204,7 +211,7 @@ class PlanReport:
             console.print(f"after the last pass: {ms(facts['exposed_gradients_s'])} of exposed gradient all-reduce")
         if facts["recomputed_s"]:
             console.print(f"forward passes run again by activation checkpoints: {ms(facts['recomputed_s'])}")
-        elif self._settings.recompute and self._costs.observed:
+        elif self._settings.recompute and self._is_measured:
             console.print("recomputed communication and experts are not in measured step times")
         if self._after.seconds > 0:
             parts = {"embedding, head": self._after.dense_s, "experts": self._after.experts_s}
@@ -304,6 +311,8 @@ def _describe_replicas(copies: dict[str, Any], step_s: float) -> str:
 def run(arguments: argparse.Namespace) -> int:
     launched, changes = Launch.from_environment(), given_settings(arguments)
     settings, job = Settings(schedule="auto"), None
+    if arguments.scale and arguments.ranks is not None:
+        raise ConfigError(f"--ranks {arguments.ranks}: --scale chooses the numbers of ranks; leave out --ranks")
     if arguments.config is not None:
         if "model" in changes:
             raise ConfigError("--config and --model both describe the model; leave one out")
@@ -330,13 +339,23 @@ def run(arguments: argparse.Namespace) -> int:
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
         found = layouts(settings, launch, machine, job, meta)
-        number, settings = len(found), chosen_settings(settings, found)
+        number, settings = 0 if settings.ep else len(found), chosen_settings(settings, found)
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)
     if launched.rank > 0:
         return 0
+    can_trace = job is None and machine is None and arguments.costs is None and arguments.testbed is None
     report = PlanReport(
-        settings, launch, sizes, costs, machine, again=arguments.again, job=job, compared=number, meta=meta
+        settings,
+        launch,
+        sizes,
+        costs,
+        machine,
+        again=arguments.again,
+        job=job,
+        compared=number,
+        meta=meta,
+        can_trace=can_trace,
     )
     if arguments.png is not None:
         draw(report.drawn_timeline, arguments.png, title=report.title)
@@ -367,8 +386,6 @@ def _find_machine(arguments: argparse.Namespace, settings: Settings) -> Machine 
 
 
 def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, machine: Machine) -> int:
-    if arguments.ranks is not None:
-        raise ConfigError(f"--ranks {arguments.ranks}: --scale chooses the numbers of ranks; leave out --ranks")
     if launched.rank > 0:
         return 0
     with ProgressBar("planning") as bar:

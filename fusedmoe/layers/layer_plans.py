@@ -210,7 +210,8 @@ class PlannedLayer:
     def set_plan(
         self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
     ) -> None:
-        """Override the layer's schedule with these plans, the same on every rank. None restores the schedule.
+        """Override the layer's schedule with these plans, the same on every rank. None restores the schedule;
+        after `tune_model`, the layer runs without plans.
 
         Args:
             gradients: reduces the gradient buckets of the backward plan and of `beside`.

@@ -130,8 +130,8 @@ class CostMeasurement:
         can_rechunk: the experts support another number of chunks backward than forward.
     """
 
-    def __init__(self, plans: LayerPlans) -> None:
-        self._plans = plans
+    def __init__(self, plans: LayerPlans, measured: list[CostMeasurement] | None = None) -> None:
+        self._plans, self._measured = plans, [] if measured is None else measured
         self.state = MeasurementState.DUE
         self.budget_s: float | None = None
         self.workload: Workload | None = None
@@ -147,11 +147,16 @@ class CostMeasurement:
             return
         topology, experts = self._plans.topology, self._plans.parts.experts
         self.can_rechunk = in_chunks().can_rechunk
+        if self._measured and self._measured[0] is not self:
+            # The step uses the costs of the first layer that runs.
+            self.state = MeasurementState.TAKEN
+            return
+        self._measured[:] = [self]
         with measurement_context():
             self.costs = measure_layer(self._plans, x_SM, exchange.algorithm, budget_s=self.budget_s)
-        # Replicas of the experts may have other batches, and all ranks need the same workload.
-        own = exchange.max_pairs, exchange.tokens_per_pair
-        pairs, share = map(max, zip(*all_gather_object(topology.world, own, _OPERATION), strict=True))
+            # Replicas of the experts may have other batches, and all ranks need the same workload.
+            own = exchange.max_pairs, exchange.tokens_per_pair
+            pairs, share = map(max, zip(*all_gather_object(topology.world, own, _OPERATION), strict=True))
         itemsize = x_SM.dtype.itemsize
         workload = experts.workload(round_rows(int(pairs)), itemsize, topology.ep.size, topology.esp.size)
         self.workload = workload.sending(share)

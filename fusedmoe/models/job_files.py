@@ -34,6 +34,7 @@ class TrainingState:
     gradient: int = 4
     optimizer: int = 8  # AdamW's two moments
     sharded: str = "none"
+    in_flight: int = 1  # micro-batches whose activations a rank holds
 
     def __str__(self) -> str:
         kept = {"none": "unsharded", "optimizer": "optimizer state sharded over replicas"}
@@ -86,8 +87,12 @@ class ExternalJob:
             share, ranks = -(-model.layers // number), ranks // number
             stage += f" ({share} of {model.layers} layers, all with experts, on {ranks} of {ranks * number} ranks)"
             model = replace(model, layers=share, dense_layers=0)
-        words = f"{stage}, with embedding and head; bubbles and sends between stages are not in the step"
-        return replace(self, model=model, assumptions=(words, *self.assumptions), stages=1), ranks
+        words = (
+            f"{stage}, with embedding and head; bubbles and sends between stages are not in the step; memory has the "
+            f"activations of {number} micro-batches, as the first stage in 1F1B order"
+        )
+        state = replace(self.state, in_flight=number)
+        return replace(self, model=model, assumptions=(words, *self.assumptions), state=state, stages=1), ranks
 
     def micro_batches(self, batch: int, replicas: int) -> int:
         """Return the micro-batches of `batch` samples per replica and step. Raises `ConfigError` for a fraction."""

@@ -328,7 +328,11 @@ class _Profiler:
         # Minimum: one outlier would halve the samples.
         probed = np.min([self._measure_round(ends, 0, 0) for _ in range(_NUM_PROBES)], axis=0)
         both = {name: (2 * place, 2 * place + 1) for place, name in enumerate(self._operations)}
-        guesses = {name: fit_nonnegative_line([(ends[n][1], probed[n]) for n in two]) for name, two in both.items()}
+        # Lines of bytes or FLOP: small products have smaller right factors.
+        guesses = {
+            name: fit_nonnegative_line([(self._operations[name].n(ends[n][1]), probed[n]) for n in two])
+            for name, two in both.items()
+        }
 
         def sizes_of(name: str, unit: int, steps: int) -> list[int]:
             # At least one row, and one element per rank.
@@ -337,7 +341,8 @@ class _Profiler:
             return sorted(whole | {max(least, unit // part) for part in _SMALL_PARTS})
 
         def total_s(name: str, unit: int, steps: int) -> float:
-            return sum(map(guesses[name].seconds, sizes_of(name, unit, steps))) * ROUNDS
+            of = self._operations[name].n
+            return sum(guesses[name].seconds(of(size)) for size in sizes_of(name, unit, steps)) * ROUNDS
 
         left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
         sizes: dict[str, list[int]] = {}

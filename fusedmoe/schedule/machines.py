@@ -151,7 +151,7 @@ class Machine:
         """Return the machine with the given values in place of its own; None keeps a value.
 
         Args:
-            cards: network cards per node.
+            cards: network cards per node; None: as many per rank as this machine has.
             card_bytes_per_s: line rate of a network card in one direction; collectives reach `inter.reached` of it.
             spread: relative spread σ of compute time over ranks (`measured_spread`).
         Raises:
@@ -170,10 +170,17 @@ class Machine:
             self,
             words=", ".join([self.words, *(f"with {number:g} {name}" for name, number in given.items())]),
             ranks_per_node=self.ranks_per_node if ranks_per_node is None else ranks_per_node,
-            cards=self.cards if cards is None else Datum(cards, "as given"),
+            cards=self._cards_of(ranks_per_node) if cards is None else Datum(cards, "as given"),
             inter=inter,
             spread=self.spread if spread is None else Datum(spread, "as given"),
         )
+
+    def _cards_of(self, ranks_per_node: int | None) -> Datum:
+        """Return the cards of a node with as many cards per rank as this machine has."""
+        if ranks_per_node is None or ranks_per_node == self.ranks_per_node:
+            return self.cards
+        number = self.cards.value * ranks_per_node / self.ranks_per_node
+        return self.cards._replace(value=number, source=f"as many per rank as: {self.cards.source}")
 
     def at_end(self, is_fast: bool) -> Machine:
         """Return the machine with each figure at the slow or the fast end of its `bounds`."""

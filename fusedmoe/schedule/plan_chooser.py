@@ -238,7 +238,9 @@ class PlanChooser:
         first = f"schedule: {best.candidate.name}: {best.median_s:.3g} s per step"
         last = f"{trials.num_tried} steps tried, {trials.spent_s:.2g} s spent{unsure}"
         plan = best.candidate.plan
-        idle = 'it overlaps nothing: schedule "off" is equivalent' if len(plan) and not plan.overlaps else ""
+        offs = [entry for entry in trials.entries if entry.candidate.family == OFF and entry.seconds]
+        is_idle = len(plan) > 0 and not plan.overlaps and all(map(self._is_within_spread, offs))
+        idle = 'it overlaps nothing: schedule "off" is equivalent' if is_idle else ""
         return "; ".join(filter(None, (first, than, self._reason(), idle, last)))
 
     def _reason(self) -> str:
@@ -246,7 +248,7 @@ class PlanChooser:
         best, tried = self.best, [entry for entry in self.trials.entries if entry.seconds]
         name, predicted_s = best.candidate.family, best.candidate.predicted_s
         if self.trials.is_too_noisy:
-            is_predicted = predicted_s <= min(entry.candidate.predicted_s for entry in tried)
+            is_predicted = predicted_s <= min(entry.candidate.predicted_s for entry in self.trials.plausible)
             reason = "prediction" if is_predicted else "an earlier choice"
             return f"measurements are too noisy to choose; running {name} by {reason}"
         least = min(tried, key=lambda entry: entry.median_s, default=best)
@@ -313,7 +315,10 @@ class PlanChooser:
         first = self.trials.entries[0]
         yield from self._rounds(self.trials.entries)
         if self.trials.is_too_noisy:
-            self.best = first
+            # Such medians show no drift either.
+            plausible = self.trials.plausible
+            self.best = first if first in plausible else min(plausible, key=lambda entry: entry.candidate.predicted_s)
+            return Phase.WATCH
         return Phase.MEASURE if self._has_drifted(first.median_s, self._earlier_s) else Phase.WATCH
 
     def _try(self) -> Generator[Entry, float, Phase]:
@@ -333,8 +338,7 @@ class PlanChooser:
             self.trials.entries += more
             pool = [self.best, *more] if more else []
         if self.trials.is_too_noisy:
-            tried = [entry for entry in self.trials.entries if entry.seconds]
-            self.best = min(tried, key=lambda entry: entry.candidate.predicted_s)
+            self.best = min(self.trials.plausible, key=lambda entry: entry.candidate.predicted_s)
         elif self.trials.remaining_s <= 0:
             self.best = self.trials.likely_fastest()
         return Phase.WATCH

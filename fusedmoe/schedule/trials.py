@@ -182,9 +182,16 @@ class Trials:
             return entry is least
         return entry.median_s <= least.median_s * (1 + self.noise_between(entry, least))
 
+    @property
+    def plausible(self) -> list[Entry]:
+        """Tried entries, without those whose fastest step is far slower than all steps of another entry."""
+        tried = [entry for entry in self.entries if entry.seconds]
+        limit_s = _TOO_SLOW * min(max(entry.seconds) for entry in tried)
+        return [entry for entry in tried if min(entry.seconds) <= limit_s]
+
     def likely_fastest(self) -> Entry:
         """Return the entry that is probably fastest. The weight of the predictions grows with the noise."""
-        tried = [entry for entry in self.entries if entry.seconds]
+        tried = self.plausible
         scale = statistics.median(entry.median_s / max(entry.candidate.predicted_s, 1e-12) for entry in tried)
 
         # The weight of the prediction grows with the noise.

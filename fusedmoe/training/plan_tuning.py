@@ -90,6 +90,8 @@ def tune_step(
     if policy not in TUNED_POLICIES:
         raise ConfigError(f"tune_step supports {' and '.join(TUNED_POLICIES)}; use plan_step for {policy!r}")
     measure = step.measured_costs if measure is None and step.has_measured else measure
+    if policy != AUTO and step.blocks is None:
+        raise ConfigError(f"tune_step: {policy!r} plans blocks of fusedmoe.pipeline; use {AUTO!r} for layers")
     source = StepSource(step, policy, tell, measure, resumed)
     return PlanChooser(source, steps=2 if policy == AUTO else _STEPS_PER_SIZE, drift=drift)
 
@@ -103,7 +105,9 @@ def tune_model(
 ) -> PlanChooser:
     """Create a `PlanChooser` for a model; enter it around each training step.
 
-    The first step runs without a plan and measures costs, once per machine. Plans have no gradient buckets, unlike
+    The first step runs without a plan and measures costs, once per machine: the first forward, training or not, and the
+    one after drift are collective over all ranks, replicas included. Plans use collectives, not one-sided kernels, and
+    have no gradient buckets, unlike
     those of `tune_step(PlannedStep(model, topology))`. With layers of other libraries, only ranks that share experts
     choose together. Without ranks that exchange tokens, no plan is chosen.
 

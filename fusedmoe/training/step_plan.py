@@ -140,11 +140,17 @@ class PlannedStep:
             self.buckets = GradientBuckets(model, on, mp_loss=mp_loss, dense=dense)
         else:
             self.buckets = GradientBuckets(nn.Module(), on, dense=[() for _ in exchanges])
-        here = self._layers[0].topology
-        self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
+        ep, esp = self._layers[0].topology.ep.size, self._layers[0].topology.esp.size
+        sizes = {(layer.topology.ep.size, layer.topology.esp.size) for layer in own_layers}
+        if len(sizes) > 1:
+            raise ConfigError("plan_step: the layers differ in ep or esp, and a plan is for layers of one topology")
+        self._kinds = runnable_kinds(Capabilities(ep, esp), "step")
         self.has_measured = costs is None
         # Blocks in micro-batches do not call their layers' forwards.
         self._measures_in_forward = not own_layers or (costs is None and workload is None and blocks is None)
+        if own_layers and self._measures_in_forward:
+            # Fail here rather than on all ranks in the first forward.
+            self._layers[0].experts.workload(1, 1, ep, esp)
         if costs is None and not self._measures_in_forward:
             costs = self.measured_costs()
         if costs is not None:
@@ -174,11 +180,12 @@ class PlannedStep:
         if isinstance(first, MoELayer) and not self._measures_in_forward:
             costs = first.measured_costs(max(1, self.workload.tokens // self.workload.esp), again_s=again_s)
             return costs_of_tokens(costs, self.workload)
-        measurement = first.plans.cost_measurement
-        if not isinstance(measurement, CostMeasurement):
+        measurement = self._measurement
+        if measurement is None:
+            measured: list[CostMeasurement] = []
             for layer in self._layers:
                 layer.set_plan(None)
-                layer.plans.cost_measurement = CostMeasurement(layer.plans)
+                layer.plans.cost_measurement = CostMeasurement(layer.plans, measured)
         elif measurement.state is MeasurementState.DONE or (
             measurement.state is MeasurementState.TAKEN and not self.has_costs
         ):
@@ -190,9 +197,16 @@ class PlannedStep:
             measurement.state, measurement.budget_s = MeasurementState.DUE, again_s
         return None
 
+    @property
+    def _measurement(self) -> CostMeasurement | None:
+        """The measurement of the first layer that has measured, the same on every rank; before that, of any layer."""
+        every = (layer.plans.cost_measurement for layer in self._layers)
+        found = [one for one in every if isinstance(one, CostMeasurement)]
+        return next((one for one in found if one.costs is not None), found[0] if found else None)
+
     def cancel_measurement(self) -> None:
-        measurement = self._layers[0].plans.cost_measurement
-        if isinstance(measurement, CostMeasurement) and measurement.state is MeasurementState.DUE:
+        measurement = self._measurement
+        if measurement is not None and measurement.state is MeasurementState.DUE:
             measurement.state = MeasurementState.TAKEN
 
     def set_costs(self, costs: CostModel | StepCosts) -> None:
@@ -303,6 +317,7 @@ class PlannedStep:
             "gradient_bytes": self.costs.gradient_bytes,
             "parameters": [(list(one.shape), str(one.dtype)) for one in self._model.parameters()],
             "whole": self.blocks is not None,
+            "recompute": bool(getattr(self._model, "recompute", False)),
             "limit": self.limit,
             "samples": self.samples,
         }

@@ -112,7 +112,7 @@ def test_plan_names_costs_outside_the_measured_range(capsys: pytest.CaptureFixtu
     flags = ["--costs", str(path), "--ranks", "4", "--ranks-per-node", "2", "--schedule", "fsmoe"]
     assert main(["plan", *small, *flags]) == 0
     out = capsys.readouterr().out
-    assert "costs outside the measured range: gemm of 262 kFLOP and " in out and "run fusedmoe trace first" in out
+    assert "costs outside the measured range, extrapolated: gemm of 262 kFLOP and " in out
     assert "(measured 16.8 MFLOP to 20 GFLOP)" in out and "all-to-all/ep of" not in out
     shapes = step_workload(Settings().changed({"model.model_dim": 64, "model.hidden": 64}), 2, 2, 2).shapes
     path.write_text(replace(costs, observed={shapes: Observed({Sample("expert", "forward"): 1e-3})}).to_json())

@@ -197,7 +197,7 @@ def test_masked_model_trains_in_every_precision(tmp_path: Path, text: Path, no_p
 def train_with_slow_picture(rank: int, world: int, folder: str, *arguments: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.cli.train.METRICS_EVERY", 2)
-        patch.setattr("fusedmoe.cli.train.draw", lambda *_, **__: time.sleep(4))
+        patch.setattr("fusedmoe.cli.train.draw", lambda *_, **__: time.sleep(8))
         return command(rank, world, folder, *arguments)[0]
 
 
@@ -209,7 +209,9 @@ def test_exposed_time_excludes_drawing_of_timeline(
     arguments = ["train", *TINY, *layout, "--data", str(text), "--run-dir", str(tmp_path / "run")]
     assert cluster.run(2, train_with_slow_picture, str(tmp_path), *arguments) == [0, 0]
     records = metrics(tmp_path / "run")
-    assert "exposed_s" in records[2] and 0 < records[3]["moe/exposed_s"] < 1.5
+    assert (
+        "exposed_s" in records[2] and 0 < records[3]["moe/exposed_s"] < 3.5
+    )  # half of it, the mean of two ranks, would be 4
 
 
 def test_resume_reports_changed_layout_and_batch_that_keeps_it(

@@ -544,10 +544,22 @@ def test_searches_with_noise_follow_prediction_and_keep_earlier_choice() -> None
             if not chooser.trials.is_too_noisy:
                 continue
             num_noisy += 1
-            tried = [entry.candidate for entry in chooser.trials.entries if entry.seconds]
-            right = found[3] if kept else min(tried, key=lambda one: one.predicted_s)
+            tried = [entry for entry in chooser.trials.entries if entry.seconds]
+            slowest_s = min(max(entry.seconds) for entry in tried)
+            near = [entry.candidate for entry in tried if min(entry.seconds) <= 1.5 * slowest_s]
+            right = found[3] if kept and found[3] in near else min(near, key=lambda one: one.predicted_s)
             assert chooser.now is right and f"too noisy to choose; running {right.family} by" in chooser.line()
     assert num_noisy > 50
+
+
+def test_plan_that_is_slower_in_every_step_is_not_chosen() -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        found = [*candidates_of([1.0, 1.05, 1.1]), PlanCandidate(OFF, Plan(), False, 1.2)]
+        chooser = chooser_of(lambda: found, drift=None)  # noqa: B023
+        while not chooser.settled:
+            chooser.note((1.0 if chooser.now.family == OFF else 5.0) * math.exp(rng.gauss(0.0, 0.2)))
+        assert chooser.now.family == OFF, chooser.line()
 
 
 @pytest.mark.parametrize(
