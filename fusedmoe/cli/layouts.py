@@ -165,7 +165,7 @@ def layouts(
     require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()
     room = None if machine.memory_bytes is None else machine.memory_bytes.value
-    for sizes in _candidate_sizes(settings, launch, machine):
+    for sizes in _candidate_sizes(settings, launch.ranks, machine.node(launch.ranks)):
         try:
             costs = machine_costs(machine, settings, sizes, launch.ranks)
             step = step_costs(settings, launch, sizes, costs, meta, external=True)
@@ -192,12 +192,12 @@ def layouts(
     return sorted(fits, key=lambda layout: layout.token_s)
 
 
-def _candidate_sizes(settings: Settings, launch: Launch, machine: Machine) -> Iterator[Sizes]:
-    ranks, experts, esp, mp = launch.ranks, settings.model.experts, settings.esp or 1, settings.mp or 1
+def _candidate_sizes(settings: Settings, ranks: int, per_node: int) -> Iterator[Sizes]:
+    experts, esp, mp = settings.model.experts, settings.esp or 1, settings.mp or 1
     assert experts is not None
     for ep in range(1, experts + 1) if settings.ep is None else [settings.ep]:
         if experts % ep == 0 and ranks % (ep * esp) == 0 and ranks % mp == 0:
-            yield Sizes(machine.node(ranks), ep, esp, mp)
+            yield Sizes(per_node, ep, esp, mp)
 
 
 def chosen_settings(settings: Settings, found: Sequence[ParallelLayout]) -> Settings:
@@ -207,11 +207,13 @@ def chosen_settings(settings: Settings, found: Sequence[ParallelLayout]) -> Sett
     """
     limit_s = found[0].token_s * (1 + PREDICTION_ERROR.value)
     sizes = min((one for one in found if one.token_s <= limit_s), key=lambda layout: layout.memory.total).sizes
-    return replace(settings, ranks_per_node=sizes.ranks_per_node, ep=sizes.ep, esp=sizes.esp, mp=sizes.mp)
+    return replace(settings, **vars(sizes))
 
 
-def _is_even(machine: Machine, settings: Settings, sizes: Sizes, ranks: int) -> bool:
-    """Return whether the groups are spread evenly over nodes."""
+def _is_even(machine: Machine | None, settings: Settings, sizes: Sizes, ranks: int) -> bool:
+    """Return whether the groups are spread evenly over nodes; True without a machine."""
+    if machine is None:
+        return True
     with suppress(ConfigError):
         machine_costs(machine, settings, sizes, ranks)
         return True
@@ -238,12 +240,10 @@ def find_remedy(
 
     Tried in this order: recomputation, a smaller batch, a larger EP size, training state sharded over all ranks.
     """
-    assert settings.model.experts is not None
-    batch, experts, ranks = settings.model.batch, settings.model.experts, launch.ranks
+    batch, ranks = settings.model.batch, launch.ranks
     batches = [batch >> halvings for halvings in range(batch.bit_length()) if batch % (1 << halvings) == 0]
-    larger = [ep for ep in range(sizes.ep + 1, experts + 1) if not experts % ep and not ranks % (ep * sizes.esp)]
-    if machine is not None:
-        larger = [ep for ep in larger if _is_even(machine, settings, replace(sizes, ep=ep), ranks)]
+    candidates = _candidate_sizes(replace(settings, **vars(sizes) | {"ep": None}), ranks, sizes.ranks_per_node)
+    larger = [one.ep for one in candidates if one.ep > sizes.ep and _is_even(machine, settings, one, ranks)]
     states = {"": state}
     if state.sharded != "all":
         states["state sharded over all ranks (FSDP)"] = replace(state, sharded="all")
