@@ -136,7 +136,7 @@ def answer_facts(
         "two_level": _two_level(planning, policy),
         "replicas": _replicas(copies, _step_s(planning, plans[COMPARED]) if COMPARED in plans else None),
     }
-    if "joint" in plans and facts["pipeline"]["refusal"] is None:
+    if facts["pipeline"]["refusal"] is None:
         joint_s = _step_s(planning, plans["joint"])
         ends = _at_ends(planning, plans["joint"], plans["sequential"])
         keeps = ["all gathered blocks"] * (job.state.sharded == "all")
@@ -318,7 +318,7 @@ def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple
 
 def _pipeline_words(pipeline: Mapping[str, Any], error: float) -> tuple[str, str]:
     if "gain" not in pipeline:
-        return "no", pipeline["refusal"] or "experts are not spread over ranks"
+        return "no", pipeline["refusal"]
     answer, why = _overlap_words(pipeline, error, f"{pipeline['call']}(…)")
     kept = f"; needs memory for {' and '.join(pipeline['keeps'])}" if pipeline["keeps"] else ""
     return answer, why + kept
