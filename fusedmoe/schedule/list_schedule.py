@@ -15,9 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
-from fusedmoe.schedule.events import IDLE_ONLY, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, RESOURCES, Task, TaskKind, standard_dependencies
+from fusedmoe.schedule.simulate import IDLE_ONLY, run
+from fusedmoe.schedule.task import (
+    LINKS,
+    RESOURCES,
+    Task,
+    TaskKind,
+    followers_of,
+    issue_order,
+    standard_dependencies,
+)
 
 _NUM_IMPROVEMENTS = 3
 

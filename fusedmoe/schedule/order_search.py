@@ -20,11 +20,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fusedmoe.schedule.cost import Costs
-from fusedmoe.schedule.events import followers_of
 from fusedmoe.schedule.list_schedule import indexed_dependencies
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, fastest_plan
-from fusedmoe.schedule.task import FUSED, RESOURCES, resources_of
+from fusedmoe.schedule.task import FUSED, RESOURCES, followers_of, resources_of
 
 # Maxima of iterations and of tasks × iterations: 76 iterations for 1,300 tasks (24 layers), well below 1 s.
 _MAX_ITERATIONS, _MAX_EVALUATIONS = 800, 100_000
