@@ -11,11 +11,11 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.passes import GradientPartition, Order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, STAGES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
+from fusedmoe.schedule.task_orders import fill_idle_slots
 
 #: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.plan import Plan, task_name
-from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: Default limit for the number of chunks.
 MAX_DEGREE = 16
@@ -100,11 +100,8 @@ class LayerCosts:
         chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
         return replace(self, chunks=chunks)
 
-    def dense_total_s(self, phase: str, degree: int | None = None) -> float:
-        """Return the seconds of all dense parts of a pass, unchunked or in `degree` micro-batches."""
-        if degree is None:
-            return sum(self.dense_s[phase].values())
-        return sum(degree * part.seconds(degree) for part in self.micro_batch_costs().dense[phase].values())
+    def dense_total_s(self, phase: str) -> float:
+        return sum(self.dense_s[phase].values())
 
     def micro_batch_costs(self) -> MicroBatches:
         """Return `micro`. Raises `ConfigError` if it is None."""
@@ -239,29 +236,6 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
         result[task] = range(start, stop)
         start = stop
     return result
-
-
-def resource_bound_s(
-    costs: StepCosts, degrees: Mapping[str, Sequence[tuple[int | None, int]]], buckets: Iterable[int] | None = None
-) -> float:
-    """Return a lower bound of the step time in seconds: the work of the busiest resource.
-
-    `degrees`: by phase and layer, the number of chunks of dense part (None: unchunked) and pipeline. `buckets`: bytes
-    of each gradient all-reduce; None: a single one.
-    """
-    compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
-    known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # keyed by id: often one object many times
-    for phase in PHASES:
-        for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
-            where = (id(layer), phase, dense, rows)
-            if where not in known:
-                work = known[where] = resource_work_s(layer.chunks[phase], rows)
-                work["compute"] += layer.dense_total_s(phase, dense)
-            work = known[where]
-            compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
-    reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
-    inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
-    return costs.contention.lower_bound_s(compute, intra, inter)
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = NO_CONTENTION) -> float:

@@ -15,12 +15,12 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
-from fusedmoe.schedule.step_costs import StepCosts, resource_bound_s
+from fusedmoe.schedule.step_costs import StepCosts, resource_work_s
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task_orders import ListSchedule, list_plan
 
 #: Numbers of buckets to try for the largest gradient of a layer.
 BUCKETS = (1, 2, 4, 8, 16)
@@ -76,8 +76,21 @@ class StepSplit(NamedTuple):
         return self._replace(forward=degrees["forward"], backward=degrees["backward"])
 
     def bound_s(self, costs: StepCosts) -> float:
+        """Return a lower bound of the step time in seconds: the work of the busiest resource."""
+        work_s = {"compute": (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), "intra": 0.0, "inter": 0.0}
+        known: dict[tuple[int, str, Degrees], dict[str, float]] = {}  # keyed by id: often one object many times
+        for phase, degrees in self.degrees(len(costs.layers)).items():
+            for layer, number in zip(costs.layers, degrees, strict=True):
+                where = (id(layer), phase, number)
+                if where not in known:
+                    dense = layer.micro_batch_costs().dense[phase].values()
+                    known[where] = resource_work_s(layer.chunks[phase], number.rows)
+                    known[where]["compute"] += sum(number.dense * part.seconds(number.dense) for part in dense)
+                for resource, seconds in known[where].items():
+                    work_s[resource] += seconds
         buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
-        return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
+        work_s["inter"] += sum(costs.all_reduce.seconds(bucket.size or 0) for bucket in buckets)
+        return costs.contention.lower_bound_s(**work_s)
 
     def tasks(self, costs: StepCosts) -> Iterator[Task]:
         """Yield all tasks in a topological order."""
