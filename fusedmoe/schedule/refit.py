@@ -21,7 +21,7 @@ import numpy as np
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, Observed, Sample, fit, fit_nonnegative_line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
+from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges, map_shared
 from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
@@ -222,8 +222,6 @@ def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool])
 
 def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepCosts:
     """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
-    distinct = {id(layer): layer for layer in costs.layers}  # keyed by id: often one object many times
-    layers = {key: _refit_layer(layer, observed, row_ratio, costs.task_s) for key, layer in distinct.items()}
     between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_outside_tasks_s(observed, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / row_ratio
@@ -234,7 +232,7 @@ def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepC
         optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / row_ratio
     return replace(
         costs,
-        layers=tuple(layers[id(layer)] for layer in costs.layers),
+        layers=tuple(map_shared(lambda layer: _refit_layer(layer, observed, row_ratio, costs.task_s), costs.layers)),
         all_reduce=_refit_line(costs.all_reduce, observed.get(TaskKind.GRADIENT_ALL_REDUCE, "backward")),
         loss_s=loss_s,
         optimizer_s=optimizer_s,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
@@ -17,6 +17,15 @@ from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, WEIGHT_GRADIENTS,
 MAX_DEGREE = 16
 
 _SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def map_shared(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the result for each item; items that are one object, as layers often are, share one result."""
+    results = {key: function(item) for key, item in {id(item): item for item in items}.items()}
+    return [results[id(item)] for item in items]
 
 
 @dataclass(frozen=True)
@@ -136,8 +145,7 @@ class StepCosts:
 
     def by_layer(self) -> StepCosts:
         """Return the costs without micro-batches: only the layers' pipelines can be chunked."""
-        found = {id(layer): replace(layer, micro=None) for layer in self.layers}  # often one object many times
-        return replace(self, layers=tuple(found[id(layer)] for layer in self.layers))
+        return replace(self, layers=tuple(map_shared(lambda layer: replace(layer, micro=None), self.layers)))
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
@@ -189,11 +197,9 @@ class StepCosts:
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
-    micro = layer.micro
+    micro = layer.micro or MicroBatches({phase: {}}, {})
     if kind in PIPELINE:
         part = layer.chunks[phase].get(kind)
-    elif micro is None:
-        part = None
     elif kind == TaskKind.PERMUTE and micro.waits:
         part = StageTime(0.0, 0.0)
     elif kind in _SOURCES:
@@ -202,10 +208,9 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
         part = micro.dense[phase].get(kind)
     if part is None or not without_weights:
         return part
-    weights = None if micro is None else micro.weights.get(kind)
-    if micro is None or weights is None:
+    if kind not in micro.weights:
         return None
-    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
+    return part + micro.weights[kind] * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:

@@ -71,7 +71,8 @@ class _TaskGraph:
 
     def _plan(self, orders: Iterable[Iterable[int]]) -> Plan:
         """Return the plan of the orders of all resources."""
-        return Plan(*(tuple(self._tasks[place] for place in order) for order in orders))
+        tasks = ([self._tasks[place] for place in order] for order in orders)
+        return Plan.from_orders(dict(zip(RESOURCES, tasks, strict=True)))
 
 
 def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float]) -> Plan:
