@@ -166,13 +166,12 @@ class BucketCutter:
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     """Return one layer's pass of a plan: its chunks, and the gradient buckets between them."""
-
     orders = {}
     for resource, tasks in plan.orders.items():
-        places = [place for place, task in enumerate(tasks) if _is_chunk(task, layer, phase)]
+        places = [place for place, task in enumerate(tasks) if is_chunk(task, layer, phase)]
         between = tasks[places[0] : places[-1] + 1] if places else ()
         orders[resource] = [
-            task for task in between if _is_chunk(task, layer, phase) or task.kind == TaskKind.GRADIENT_ALL_REDUCE
+            task for task in between if is_chunk(task, layer, phase) or task.kind == TaskKind.GRADIENT_ALL_REDUCE
         ]
     return Plan.from_orders(orders)
 
@@ -189,7 +188,7 @@ def one_pass(plan: Plan, phase: str) -> Plan:
 
 def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
     """Return the gradient buckets between a layer's last backward chunk and the next layer's first."""
-    places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
+    places = [place for place, task in enumerate(plan.inter) if is_chunk(task, layer, "backward")]
     behind = plan.inter[places[-1] + 1 :] if places else ()
     buckets = takewhile(lambda task: task.kind == TaskKind.GRADIENT_ALL_REDUCE, behind)
     # Buckets with an `after` entry, or that wait for the dense part of this or an earlier layer, are not overlapped.
@@ -205,5 +204,5 @@ def fused_pass(kind: str, degree: int, phase: str) -> Plan:
     return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 
 
-def _is_chunk(task: Task, layer: int, phase: str) -> bool:
+def is_chunk(task: Task, layer: int, phase: str) -> bool:
     return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE

@@ -3,17 +3,11 @@
 The runtime's `Recorder` records measured timelines. `draw.py` renders timelines; `trace` converts them to trace-event
 JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Example, two chunks in a pipeline (times in seconds):
-
-    Timeline(rank=0, spans=(
+    timeline = Timeline(rank=0, spans=(
         Span("dispatch", "dispatch", "inter", 0.000, 0.002, chunk=0),
         Span("expert", "expert", "compute", 0.002, 0.005, chunk=0),
-        Span("dispatch", "dispatch", "inter", 0.002, 0.004, chunk=1),
-        Span("expert", "expert", "compute", 0.005, 0.008, chunk=1),
     ))
-
-    busy_s("compute") = 0.006, busy_s("inter") = 0.004,
-    exposed_s() = 0.002: the first dispatch is not overlapped with computation
+    timeline.exposed_s()    # 0.002: the dispatch is not overlapped with computation
 """
 
 from __future__ import annotations

@@ -75,15 +75,13 @@ def _plan_with(
 
 
 class PassOption(NamedTuple):
-    """An order and degree of a backward pass. It takes max(saturated_extra_s + g, no_all_reduce_s) seconds.
+    """Time of a backward pass with g seconds of all-reduces: max(saturated_extra_s + g, no_all_reduce_s).
 
     Attributes:
         saturated_extra_s: seconds beyond g, the seconds of all-reduces, if all-reduces saturate the link.
         no_all_reduce_s: seconds of the pass without all-reduces.
     """
 
-    order: Order
-    degree: int
     saturated_extra_s: float
     no_all_reduce_s: float
 
@@ -97,7 +95,7 @@ class PassOption(NamedTuple):
         # So long that they are partly exposed: the pass takes their time plus saturated_extra_s.
         exposed_s = 2 * no_all_reduce_s + 1.0
         saturated_extra_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
-        return cls(order, degree, saturated_extra_s, no_all_reduce_s)
+        return cls(saturated_extra_s, no_all_reduce_s)
 
     @property
     def slack_s(self) -> float:
@@ -160,9 +158,7 @@ def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Gradien
         which = np.unravel_index(kept[state], beside.shape)
         places.append((float(middle[which[1:]]), float(beside[which])))
         state = int(which[1])
-    return (
-        GradientPartition(*(tuple(part) for part in zip(*places, strict=True))) if places else GradientPartition((), ())
-    )
+    return GradientPartition(tuple(in_middle for in_middle, _ in places), tuple(after for _, after in places))
 
 
 def bucket_s(line: Line, size: float) -> float:
