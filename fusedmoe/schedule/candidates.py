@@ -102,13 +102,12 @@ def neighbour_candidates(
         if base.uses_micro_batches
         else _neighbour_layers(base, costs, max_degree)
     )
-    found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
-    return [other for other in found if other.plan != base.plan][:_MAX_NEIGHBOURS]
+    return _other_candidates(base, plans, costs)[:_MAX_NEIGHBOURS]
 
 
 def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
     plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
-    return PlanCandidate(one.family, plan, one.uses_micro_batches, makespan(plan, costs))
+    return one._replace(plan=plan, predicted_s=makespan(plan, costs))
 
 
 def neighbour_degrees(
@@ -121,7 +120,11 @@ def neighbour_degrees(
     for change in _degree_changes(max_degree, samples):
         changed = {phase: tuple(Degrees(*map(change, of)) for of in degrees[phase]) for phase in PHASES}
         plans.append(micro_schedule(costs, split.with_degrees(changed)).plan())
-    found = distinct(PlanCandidate(base.family, plan, base.uses_micro_batches, makespan(plan, costs)) for plan in plans)
+    return _other_candidates(base, plans, costs)
+
+
+def _other_candidates(base: PlanCandidate, plans: Iterable[Plan], costs: StepCosts) -> list[PlanCandidate]:
+    found = distinct(base._replace(plan=plan, predicted_s=makespan(plan, costs)) for plan in plans)
     return [other for other in found if other.plan != base.plan]
 
 

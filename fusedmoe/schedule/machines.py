@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -297,11 +296,9 @@ def measured_spread(timelines: Sequence[Timeline]) -> float:
     """
     durations: dict[tuple[object, ...], list[float]] = {}
     for timeline in timelines:
-        before: Counter[tuple[object, ...]] = Counter()  # repetitions of a task
-        for span in timeline.on("compute"):
-            task = (span.kind, span.chunk, span.layer, span.phase)
-            durations.setdefault((*task, before[task]), []).append(span.duration_s)
-            before[task] += 1
+        for task, span in timeline.by_task().items():
+            if "compute" in span.resources:
+                durations.setdefault(task, []).append(span.duration_s)
     of_all = [of for of in durations.values() if len(of) == len(timelines) > 1 and sum(of) > 0]
     if not of_all:
         raise ConfigError("spread: needs timelines of one step on at least two ranks with the same compute tasks")

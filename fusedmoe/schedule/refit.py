@@ -102,13 +102,10 @@ def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
     # that made the rank late.
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
-        times: Counter[tuple[object, ...]] = Counter()
-        for span in timeline.spans:
-            task = (span.kind, span.chunk, span.layer, span.phase)
-            other = last.get((*task, times[task]), span)
+        for task, span in timeline.by_task().items():
+            other = last.get(task, span)
             start_s, end_s = max(span.start_s, other.start_s), max(span.end_s, other.end_s)
-            last[*task, times[task]] = other._replace(start_s=start_s, end_s=end_s)
-            times[task] += 1
+            last[task] = other._replace(start_s=start_s, end_s=end_s)
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
@@ -298,13 +295,7 @@ def _outside_tasks_s(observed: Observed, phase: str) -> float | None:
 
 
 def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
-    """Fit the time of a pipeline stage to measurements.
-
-    Args:
-        part: the predicted time, returned unchanged without measurements.
-        points: measured seconds of one chunk, by the number of chunks of the pass.
-        row_ratio: measured rows divided by the rows of `part`.
-    """
+    """Fit a predicted stage time to `points`, measured seconds of one chunk by number of chunks, if there are any."""
     if not points:
         return part
     # Several numbers of chunks separate start-up from work.

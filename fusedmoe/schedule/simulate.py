@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs
 from fusedmoe.schedule.plan import Plan, task_name
-from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
+from fusedmoe.schedule.task import PHASES, RESOURCES, WEIGHT_GRADIENTS, TaskKind, resources_of
 from fusedmoe.schedule.timeline import Span, Timeline
 
 #: Relative tolerance for equal times: sums in another order differ by less.
@@ -94,8 +94,8 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
 
     `timeline`: the result of `simulate` for this plan.
     """
-    by_name = {_name(span): span for span in timeline.spans}
-    spans = [by_name[_name(task)] for task in plan.sequence]
+    by_task = timeline.by_task()
+    spans = [by_task[*task[:4], 0] for task in plan.sequence]
     if not spans:
         return ()
     place = max(range(len(spans)), key=lambda number: spans[number].end_s)
@@ -145,10 +145,6 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     if plan.overlaps and contention.disturbs({RESOURCES[number] for number in plan.works}):
         return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
     return run_in_order(plan.before, durations)
-
-
-def _name(one: Task | Span) -> tuple[str, int | None, int | None, str | None]:
-    return one.kind, one.chunk, one.layer, one.phase
 
 
 def _overlap_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:

@@ -260,27 +260,19 @@ class _OrderSearch(_TaskGraph):
         """Compute all earliest starts and longest paths to the end. Returns the makespan, or None for a cycle."""
         seconds, followers, heads, tails = self._seconds, self._followers, self._heads, self._tails
         waits = list(map(len, self._before))
-        behind = [-1] * len(waits)
+        behind: list[tuple[int, ...]] = [()] * len(waits)
         for order in self._orders:
             for earlier, later in pairwise(order):
-                behind[earlier] = later
+                behind[earlier] = (later,)
                 waits[later] += 1
         ready = [place for place, count in enumerate(waits) if not count]
-        for place in range(len(heads)):
-            heads[place] = 0.0
+        heads[:] = [0.0] * len(heads)
         done: list[int] = []
         while ready:
             place = ready.pop()
             done.append(place)
             end = heads[place] + seconds[place]
-            for later in followers[place]:
-                if heads[later] < end:
-                    heads[later] = end
-                waits[later] -= 1
-                if not waits[later]:
-                    ready.append(later)
-            later = behind[place]
-            if later >= 0:
+            for later in (*followers[place], *behind[place]):
                 if heads[later] < end:
                     heads[later] = end
                 waits[later] -= 1
@@ -290,10 +282,8 @@ class _OrderSearch(_TaskGraph):
             return None
         makespan = 0.0
         for place in reversed(done):
-            tail, later = 0.0, behind[place]
-            if later >= 0:
-                tail = tails[later] + seconds[later]
-            for later in followers[place]:
+            tail = 0.0
+            for later in (*followers[place], *behind[place]):
                 path_s = tails[later] + seconds[later]
                 if path_s > tail:
                     tail = path_s

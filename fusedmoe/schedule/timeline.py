@@ -13,6 +13,7 @@ JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,6 +122,16 @@ class Timeline:
         for span in self.spans:
             totals[span.kind] = totals.get(span.kind, 0.0) + span.duration_s
         return {kind: totals[kind] for kind in KINDS if kind in totals}
+
+    def by_task(self) -> dict[tuple[object, ...], Span]:
+        """Return the spans by kind, chunk, layer, phase and repetition of the task."""
+        times: Counter[tuple[object, ...]] = Counter()
+        spans: dict[tuple[object, ...], Span] = {}
+        for span in self.spans:
+            task = (span.kind, span.chunk, span.layer, span.phase)
+            spans[*task, times[task]] = span
+            times[task] += 1
+        return spans
 
     def to_json(self) -> str:
         """Return one line of JSON; `from_json` is the inverse."""

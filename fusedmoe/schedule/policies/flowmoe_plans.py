@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -127,33 +128,14 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
     return Plan.from_orders(orders, {bucket: plan.compute[-1:] for bucket in buckets})
 
 
-#: Seconds of a step with a `StepSplit`, and a function that makes its plan.
-Evaluation = tuple[float, Callable[[], Plan]]
-
-
-def _evaluate_list_schedule(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    """Evaluate a `StepSplit` by list scheduling. Seconds above `best_s` may be inaccurate."""
-    schedule = micro_schedule(costs, split, best_s * _CUTOFF)
-    seconds = schedule.makespan_s()
-    # Contention only adds time, and needs the event loop.
-    return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
-
-
-def _evaluate_exposed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    plan = exposed_plan(costs, split)
-    return makespan(plan, costs), lambda: plan
-
-
 class SplitSearch:
-    """Search for the best split. Skips splits whose lower bound exceeds the best time."""
+    """Search for the best split. Skips splits whose lower bound exceeds the best time.
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _evaluate_list_schedule,
-        on_split: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._costs, self._evaluate, self._on_split = costs, evaluate, on_split
+    `exposed`: of plans whose gradient all-reduces start after the backward pass (`exposed_plan`).
+    """
+
+    def __init__(self, costs: StepCosts, on_split: Callable[[], None] = lambda: None, *, exposed: bool = False) -> None:
+        self._costs, self._on_split, self._exposed = costs, on_split, exposed
         self._tried: frozenset[StepSplit] = frozenset()
         self.best_s = math.inf
         self.best: StepSplit
@@ -169,18 +151,29 @@ class SplitSearch:
         # A good early split excludes many others by their bounds.
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self.best_s:
-                seconds, plan = self._evaluate(self._costs, split, self.best_s)
-                if seconds * (1 + ROUNDING) < self.best_s:
-                    self.best_s, self.best, self.plan = seconds, split, plan
+                self._try(split)
             self._on_split()
         for _ in range(len(splits) - len(least)):
             self._on_split()
         self._tried |= least.keys()
 
+    def _try(self, split: StepSplit) -> None:
+        make_plan: Callable[[], Plan]
+        if self._exposed:
+            make_plan = partial(exposed_plan, self._costs, split)
+            seconds = makespan(make_plan(), self._costs)
+        else:
+            schedule = micro_schedule(self._costs, split, self.best_s * _CUTOFF)
+            make_plan, seconds = schedule.plan, schedule.makespan_s()
+            if seconds < self.best_s:  # contention only adds time, and needs the event loop
+                seconds = schedule.makespan_s(self._costs.contention)
+        if seconds * (1 + ROUNDING) < self.best_s:
+            self.best_s, self.best, self.plan = seconds, split, make_plan
+
 
 def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> SplitSearch:
     """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size."""
-    search = SplitSearch(costs, on_split=on_split)
+    search = SplitSearch(costs, on_split)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
     search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(buckets)) for buckets in BUCKETS)
     return search
@@ -188,7 +181,7 @@ def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Cal
 
 def ablation_plans(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> tuple[Plan, Plan]:
     """Return two plans of FlowMoE with attention in micro-batches: gradients at the end, and in untuned buckets."""
-    search = SplitSearch(costs, _evaluate_exposed, on_split)
+    search = SplitSearch(costs, on_split, exposed=True)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
 
