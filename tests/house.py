@@ -42,7 +42,7 @@ BUDGETS = {
     "models": 1675,
     "placement": 3961,
     "runtime": 1609,
-    "schedule": 6523,
+    "schedule": 6414,
     "training": 5887,
     "tutel": 3218,
 }

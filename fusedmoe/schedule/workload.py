@@ -143,7 +143,7 @@ class Workload:
         """Return the n of an unchunked layer's operations by line: FLOP of each product, bytes of each collective."""
         volumes = self.volumes()
         sizes = {_LINES[kind]: [volume] for kind, volume in volumes.items() if kind != TaskKind.EXPERT}
-        products = [self.projection_flop() / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
+        products = [self.dense_flop(self.dense)[0] / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
         return sizes | {"gemm": products, "all-reduce/dp": [self.gradient_bytes()]}
 
     def saved_elements(self) -> float:
@@ -163,14 +163,6 @@ class Workload:
         rank_tokens = self.tokens / self.esp
         weights = 2 * (dense.attention + dense.feed_forward) * rank_tokens
         return weights, 4 * rank_tokens * self.seq_len * dense.score_dim
-
-    def projection_flop(self) -> float:
-        """Return the forward FLOP of the products with dense weights."""
-        return self.dense_flop(self.dense)[0]
-
-    def attention_flop(self) -> float:
-        """Return the forward FLOP of the dense part."""
-        return sum(self.dense_flop(self.dense))
 
     def gradient_bytes(self) -> int:
         """Return the gradient bytes reduced over DP: attention's projections (split over MP) and gate."""
