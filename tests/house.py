@@ -150,7 +150,7 @@ def tensors_without_device() -> Iterator[str]:
 
 COMPAT = PACKAGE / "compat"
 #: The most private names of other packages that `compat` may use.
-PRIVATE_NAMES = 45
+PRIVATE_NAMES = 40
 # Names with an underscore that their packages document, for anybody's use; `compat` has those of PyTorch all the same.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 # In "Extending PyTorch", "Custom Backends", "Autograd mechanics" and at `torch.profiler.profile`.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd import Variable, forward_ad, profiler
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _module
@@ -41,10 +42,7 @@ _DISPATCH = (
     *("_current_graph_task_id", "_dispatch_tls_is_dispatch_key_excluded", "_dispatch_tls_set_dispatch_key_excluded"),
     "_is_fwd_grad_enabled",
 )
-_HOOKS = (
-    *("_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks", "_push_saved_tensors_default_hooks"),
-    "_saved_tensors_hooks_is_enabled",
-)
+_HOOKS = ("_top_saved_tensors_default_hooks", "_saved_tensors_hooks_is_enabled")
 _WRAPPER = ("_pre_forward", "_set_params_and_buffers_to_ignore_for_model")
 for _owner, _names in (
     (torch.cuda, ("_compile_kernel",)),
@@ -53,7 +51,6 @@ for _owner, _names in (
     (_C._distributed_c10d, ("_SymmetricMemory",)),
     (_C._profiler, ("_ExperimentalConfig",)),
     (torch.autograd.function, ("BackwardCFunction",)),
-    (torch.fx.graph, ("_BoxedCodeGen",)),
     (forward_ad, ("_current_level",)),
     (profiler, ("_is_profiler_enabled",)),
     (_engine, ("queue_callback",)),
@@ -61,7 +58,6 @@ for _owner, _names in (
     (nn.Module, ("_compiled_call_impl",)),
     (DistributedDataParallel, _WRAPPER),
     (_c10d, ("_new_process_group_helper", "_world")),
-    (_c10d, ("set_timeout",) if hasattr(_c10d, "set_timeout") else ("_set_pg_timeout",)),
     (_c10d._world, ("pg_group_ranks", "pg_map", "pg_names", "pg_to_tag", "tags_to_pg")),
     (TorchDispatchMode, ("__torch_dispatch__", "__enter__", "__exit__")),
     (torch.ops.c10d, ("allreduce_", "alltoall_base_")),
@@ -143,11 +139,6 @@ def compile_passes(
     return compiled
 
 
-def generate_boxed(graph: torch.fx.Graph) -> None:
-    """Generate code that takes a graph's inputs as a list and empties it, to free inputs after their last use."""
-    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
-
-
 def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
@@ -187,10 +178,6 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     tag = _c10d._world.pg_to_tag.get(group)
     dist.destroy_process_group(group)
     _c10d._world.tags_to_pg.pop(tag, None)
-
-
-def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    (getattr(_c10d, "set_timeout", None) or _c10d._set_pg_timeout)(timeout, group)  # public from PyTorch 2.14 on
 
 
 class WatchedDataParallel(DistributedDataParallel):
@@ -334,12 +321,12 @@ def without_saved_tensor_hooks(only_checkpoints: bool = False) -> Iterator[list[
         while is_enabled and (top := saved_tensor_hooks(True)) is not None:
             if only_checkpoints and not is_checkpoint_hook(top[0]):
                 break
-            _C._autograd._pop_saved_tensors_default_hooks()
+            saved_tensors_hooks(*top).__exit__()
             hooks.append(top)
         yield hooks
     finally:
         for pack_and_unpack in reversed(hooks):
-            _C._autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
+            saved_tensors_hooks(*pack_and_unpack).__enter__()
 
 
 def _frame_of(pack: Any) -> tuple[Any, Any]:

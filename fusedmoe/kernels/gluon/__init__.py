@@ -9,11 +9,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fusedmoe.compat.triton import GluonJITFunction
+from triton.experimental import gluon
+
 from fusedmoe.kernels.triton.jit import Kernel
 
 
-class GluonKernel(Kernel, GluonJITFunction):
+@gluon.jit
+def _kernel() -> None:
+    """Have the type of Gluon's kernels."""
+
+
+_GluonFunction: Any = type(_kernel)
+
+
+class GluonKernel(Kernel, _GluonFunction):
     """Gluon kernel that launches on the device of its first tensor argument."""
 
     # No fences as in `fusedmoe.kernels.triton.jit`: these kernels issue them explicitly.
