@@ -157,7 +157,7 @@ def plan_pass(
         own = cache_dir() / f"operators-{fingerprint(facts)}.json"
         costs = MeasuredCosts(points, graph_ranks.broadcast_decision(lambda: load_numbers(own)), own)
         facts |= {"settings": asdict(settings), "alike": same_sizes, "phase": phase, "graph": sizes}
-        facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
+        facts |= {"points": points, "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
         cached_text = graph_ranks.broadcast_decision(lambda: read_cache_file(path) or "")
     assert costs is not None
