@@ -23,32 +23,22 @@ import torch
 from torch import Tensor, fx
 
 from fusedmoe.graph.axes import Axis, Rows, shape_of
-from fusedmoe.graph.chunk_rows import IndexedRows, Operation, assemble_rows, check_slots, row_operation
+from fusedmoe.graph.chunk_rows import OWN_PLACES_CURE, IndexedRows, Operation, assemble_rows, check_slots, row_operation
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import describe, is_all_to_all, is_view, name_of
 from fusedmoe.graph.rewriting import RangeSplit, join_chunks, make_node_caller, plain_call, slice_chunk
 
 _OPERATION = "the first run with own_places=True"
-_CURE = (
-    "own_places=True requires slots that are exclusive to one token: remove own_places from the GraphBackend on "
-    "every rank"
-)
 
 
 class OwnPlacesCheck:
     """First run of a captured pass: checks that its expert rows may be computed in chunks (`own_places=True`).
 
-    Runs the graph as captured and returns its results. In addition it computes each layer's rows in chunks,
-    from the same inputs. Required: equal rows up to rounding; zeros in unused slots that other instructions
-    read; and the same gradients up to rounding if the values saved in unused slots are replaced by zeros.
-
     Args:
         module: the captured pass, before its ranges are rewritten into chunks.
-        ranges: for each range with expert rows: its last instruction, how it is split, and the number of
-            chunks.
+        ranges: for each range with expert rows: its last instruction, how it is split, and the number of chunks.
         results: number of leading graph outputs not saved for backward; None: all.
-        graph_ranks: ranks that run the graph. If a check fails on any of them, all raise
-            (`GraphRanks.raise_findings`).
+        graph_ranks: ranks that run the graph. If a check fails on any of them, all raise.
     """
 
     def __init__(
@@ -67,7 +57,6 @@ class OwnPlacesCheck:
         # digits is wrong. √ε of the least precise dtype is 0.03% in float32 and 9% in bfloat16.
         self._tolerance = max(_max_machine_epsilon(split) for _, split, _ in ranges) ** 0.5
         self._module: fx.GraphModule | None = self._with_comparisons(module, ranges)
-        self._is_complete = False
         self._backward: Callable[..., list[str]] | None = None
 
     def register_backward(self, backward: CapturedBackward, run: Callable[[list[Any]], Any]) -> None:
@@ -78,7 +67,7 @@ class OwnPlacesCheck:
 
         If backward is compiled after the first forward and reads unused slots, the second step completes the check.
         """
-        return lambda args: run(args) if self._is_complete else self._run_check(args)
+        return lambda args: run(args) if self._module is None else self._run_check(args)
 
     def _run_check(self, args: list[Any]) -> Any:
         """Run the pass as captured and return its outputs. Raises on all ranks if a comparison fails on any."""
@@ -87,14 +76,13 @@ class OwnPlacesCheck:
         outputs, zeroed = self._graph_ranks.run_guarded(partial(self._module.forward, *args), _OPERATION)
         args.clear()
         # Agree before the comparison below, whose collectives need all ranks.
-        self._graph_ranks.raise_findings(_OPERATION, self._findings, _CURE)
+        self._graph_ranks.raise_findings(_OPERATION, self._findings, OWN_PLACES_CURE)
         if self._backward is not None and self._zeroed:
             replaced = dict(zip(self._zeroed, zeroed, strict=True))
             compare = partial(self._backward, outputs, replaced, self._tolerance)
             self._findings.extend(self._graph_ranks.run_guarded(compare, _OPERATION))
-            self._graph_ranks.raise_findings(_OPERATION, self._findings, _CURE)
-        self._is_complete = self._backward is not None or not self._zeroed
-        if self._is_complete:
+            self._graph_ranks.raise_findings(_OPERATION, self._findings, OWN_PLACES_CURE)
+        if self._backward is not None or not self._zeroed:
             self._backward = self._module = None
         return outputs
 

@@ -162,12 +162,11 @@ def plan_pass(
         cached_text = graph_ranks.broadcast_decision(lambda: read_cache_file(path) or "")
     assert costs is not None
     plan: dict[str, Any] = json.loads(cached_text or "{}")
-    base_order = base_order_of(instructions, gradients, _return_zero)
     with ProgressBar(f"planning the {phase} pass") as bar:
         show: Show = bar.show if graph_ranks.is_leader else _return_zero
+        seconds = _return_zero if cached_text else _instruction_seconds(graph_ranks, instructions, costs, show)
+        base_order = base_order_of(instructions, gradients, seconds)
         if not cached_text:
-            seconds = _instruction_seconds(graph_ranks, instructions, costs, show)
-            base_order = base_order_of(instructions, gradients, seconds)
             plan["beside"] = graph_ranks.broadcast_decision(
                 partial(_assign_weight_gradients, instructions, base_order, seconds, costs)
             )
@@ -176,15 +175,11 @@ def plan_pass(
         reorder(graph, instructions, full_order(instructions, base_order, units_of_start))
         old, instructions = instructions, Instructions(graph)
         if not cached_text:
-            hidden_s = {
-                instructions.position[old.nodes[start]]: overlap_s
-                + sum(
-                    seconds(node)
-                    for unit in units_of_start.get(start, ())
-                    for node in old.nodes_of(base_order.units[unit])
-                )
-                for start, overlap_s in base_order.overlap_s.items()
-            }
+            hidden_s = {}
+            for start, overlap_s in base_order.overlap_s.items():
+                units = [base_order.units[unit] for unit in units_of_start.get(start, ())]
+                added_s = sum(seconds(node) for unit in units for node in old.nodes_of(unit))
+                hidden_s[instructions.position[old.nodes[start]]] = overlap_s + added_s
             chunks, rows = settings.chunks if same_sizes else 1, settings.own_places and phase != "backward"
             settings = replace(settings, chunks=chunks, own_places=rows)
             decide = partial(_decide_ranges, instructions, seconds, hidden_s, costs, settings, show, {})
