@@ -211,11 +211,8 @@ class FusedExpertsNetwork(nn.Module):
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
         # The GPU kernels return rows of the input's width.
-        if (
-            x_SM.is_cuda
-            and self.output_dim != self.model_dim
-            or not can_use_kernels(self, x_SM, rows * self.hidden_size)
-        ):
+        has_other_width = x_SM.is_cuda and self.output_dim != self.model_dim
+        if has_other_width or not can_use_kernels(self, x_SM, rows * self.hidden_size):
             return None
         name = activation_name(self.activation_fn)
         return None if name is None else (cast_weights(self.weights(shards_of(ctx)), x_SM), name)
