@@ -21,7 +21,7 @@ from fusedmoe.graph.instructions import (
     is_assertion,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts
-from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
+from fusedmoe.graph.own_places import OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, plan_pass
 
 
@@ -100,11 +100,12 @@ class GraphBackend:
             # backward, when the other ranks have ended.
             if failed:
                 raise failed[0]
-            captured = CapturedBackward(graph_module.graph, saved)
+            if check is not None:
+                check.capture_backward(graph_module.graph, saved)
             try:
                 run, _ = self._compile_pass(graph_module, "backward", is_parameter)
                 if check is not None:
-                    check.register_backward(captured, run)
+                    check.backward = run
                 return run
             except BaseException as error:
                 failed.append(error)
