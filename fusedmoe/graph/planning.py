@@ -186,8 +186,7 @@ def plan_pass(
             # The first run requests costs that no rank has measured yet; the second decides with agreed costs.
             _measure_together(graph_ranks, costs, decide)
             plan |= graph_ranks.broadcast_decision(decide)
-            if path is not None and graph_ranks.is_leader:
-                assert isinstance(costs, MeasuredCosts)
+            if path is not None and isinstance(costs, MeasuredCosts) and graph_ranks.is_leader:
                 costs.save()
                 write_or_warn(path, json.dumps(plan), "what was planned")
     report = _report(old, instructions, phase, plan, base_order.units, units_of_start)
