@@ -16,13 +16,10 @@ from fusedmoe.kernels.triton.jit import Kernel
 
 @gluon.jit
 def _kernel() -> None:
-    """Have the type of Gluon's kernels."""
+    """Have the class of Gluon's kernels, which Gluon does not export."""
 
 
-_GluonFunction: Any = type(_kernel)
-
-
-class GluonKernel(Kernel, _GluonFunction):
+class GluonKernel(Kernel, type(_kernel)):  # type: ignore[misc]
     """Gluon kernel that launches on the device of its first tensor argument."""
 
     # No fences as in `fusedmoe.kernels.triton.jit`: these kernels issue them explicitly.
