@@ -13,10 +13,9 @@ sorted by expert, R received tokens, S tokens or received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.compat.megatron import VERSIONS
 from fusedmoe.versions import version_error
 
-if (error := version_error("megatron-core", *VERSIONS, "fusedmoe.megatron")) is not None:
+if (error := version_error("megatron-core", "0.16", "0.20", "fusedmoe.megatron")) is not None:
     raise error
 
 from collections.abc import Callable, Sequence

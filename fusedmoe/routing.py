@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.compat import megatron, torchtitan
 from fusedmoe.compat.torch import WRAPPED_NAMES
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import ExpertChoice, SoftMoE
@@ -375,11 +374,11 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
         split = is_expert_parallel(module)
         num_experts = len(module.down_proj) if split else int(module.num_experts)
         return _Router(around, modules[around], num_experts, experts=None if split else module)
-    if torchtitan.is_router(module):
-        return _Router(
-            path, module, int(module.num_experts), 3, lambda output: _flatten_tokens(torchtitan.chosen_experts(output))
-        )
-    if megatron.is_router(module):
+    # Without importing the libraries.
+    kind = type(module).__name__
+    if kind == "TokenChoiceTopKRouter":  # torchtitan's, which returns (weights, indices, scores)
+        return _Router(path, module, int(module.num_experts), 3, lambda output: _flatten_tokens(output[1]))
+    if kind == "TopKRouter" and hasattr(module, "routing"):  # Megatron's
         return _Router(path, module, int(module.num_experts))
     if hasattr(module, "num_global_experts") and hasattr(module, "gates"):  # Tutel's
         return _Router(path, module, int(module.num_global_experts))

@@ -15,10 +15,9 @@ received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.compat.torchtitan import VERSIONS
 from fusedmoe.versions import version_error
 
-if (error := version_error("torchtitan", *VERSIONS, "fusedmoe.titan")) is not None:
+if (error := version_error("torchtitan", "0.3", "0.4", "fusedmoe.titan")) is not None:
     raise error
 
 import warnings

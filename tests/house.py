@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3118,
+    ".": 3115,
     "autograd": 2338,
     "blocks": 2792,
     "cli": 5093,
     "comm": 4331,
-    "compat": 853,
-    "engine": 3293,
+    "compat": 781,
+    "engine": 3292,
     "experts": 1477,
     "gates": 1661,
-    "graph": 3347,
-    "hf": 1758,
-    "kernels": 9213,
-    "layers": 2515,
+    "graph": 3235,
+    "hf": 1744,
+    "kernels": 9219,
+    "layers": 2518,
     "models": 1675,
     "placement": 3961,
     "runtime": 1609,
     "schedule": 6414,
     "training": 5887,
-    "tutel": 3218,
+    "tutel": 3185,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {
@@ -150,7 +150,7 @@ def tensors_without_device() -> Iterator[str]:
 
 COMPAT = PACKAGE / "compat"
 #: The most private names of other packages that `compat` may use.
-PRIVATE_NAMES = 45
+PRIVATE_NAMES = 40
 # Names with an underscore that their packages document, for anybody's use; `compat` has those of PyTorch all the same.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 # In "Extending PyTorch", "Custom Backends", "Autograd mechanics" and at `torch.profiler.profile`.

@@ -173,7 +173,8 @@ class LayerDispatcher:
             keep_local: send no rows, to time the remaining work: local experts substitute for all experts.
             refusal: result of `exchange_values_error`.
         """
-        if not self._has_remote_rows(keep_local):
+        is_remote = not keep_local and self.topology.ep.size * self.topology.esp.size > 1
+        if not is_remote:
             self.checks.refuse(refusal)
         layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
         if keep_local:
@@ -182,25 +183,20 @@ class LayerDispatcher:
             # Ranks that compute the same expert receive equal numbers of its rows.
             share = self.replicas
             layout = self._reassign_experts(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
-        # Half-precision results are sent unweighted: weighting before sending would round differently from Tutel.
-        weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._has_remote_rows(keep_local)
-        # Custom experts receive first choices first, as in Tutel: send one row per (token, expert) pair.
-        in_blocks = experts.fused is None and self._has_remote_rows(keep_local)
-        if postscore and not weighted_here and not in_blocks:
-            return self._run(Routed(x_SM, layout, weight_SK, refusal), experts, degree, slots, keep_local)
+        # Experts in blocks receive first choices first, as in Tutel: send one row per (token, expert) pair. The results
+        # are sent unweighted: weighting half precision before sending would round differently from Tutel.
+        in_blocks = experts.fused is None and is_remote
+        if postscore and not in_blocks:
+            return self._run(Routed(x_SM, layout, weight_SK, refusal), experts, degree, slots, is_remote)
         layout = layout.exact()
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        out_NM = self._run(Routed(rows_NM, contiguous, None, refusal), experts, degree, slots, keep_local)
+        out_NM = self._run(Routed(rows_NM, contiguous, None, refusal), experts, degree, slots, is_remote)
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
-    def _has_remote_rows(self, keep_local: bool) -> bool:
-        return not keep_local and self.topology.ep.size * self.topology.esp.size > 1
-
-    def _run(self, routed: Routed, experts: LocalExperts, degree: Degree, slots: int, keep_local: bool) -> Tensor:
-        is_remote = self._has_remote_rows(keep_local)
+    def _run(self, routed: Routed, experts: LocalExperts, degree: Degree, slots: int, is_remote: bool) -> Tensor:
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         overlaps = overlaps and not needs_module_call(experts)
         if is_remote and (overlaps or experts.fused is not None):
