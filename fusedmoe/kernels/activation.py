@@ -51,6 +51,24 @@ class Activation:
         else:
             self.forward(h, out=a)
 
+    def apply_backward(self, h: Tensor, da: Tensor, a: Tensor | None, dh: Tensor | None, act: Tensor) -> None:
+        """Write the activation to `a` and the pre-activation gradient to `dh`, if given; `act` is scratch like `da`."""
+        if self.gated:
+            g, u = h.split(act.shape[1], 1)
+            self.forward(g, out=act)
+            if a is not None:
+                torch.mul(act, u, out=a)
+            if dh is not None:
+                dg, du = dh.split(act.shape[1], 1)
+                torch.mul(da, act, out=du)
+                torch.mul(da, u, out=act)
+                self.backward(act, g, grad_input=dg)
+        else:
+            if a is not None:
+                self.forward(h, out=a)
+            if dh is not None:
+                self.backward(da, h, grad_input=dh)
+
 
 _silu = _aten.silu.out, _aten.silu_backward.grad_input
 _gelu = _aten.gelu.out, _aten.gelu_backward.grad_input
