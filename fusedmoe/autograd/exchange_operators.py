@@ -174,15 +174,9 @@ class _OperatorExchange:
         else:
             results = exchange.combine(rows_RM)
         if len(results) < rows:
-            return _padded(results, rows)
+            # Padding rows must not expose uninitialized memory.
+            return torch.nn.functional.pad(results, (0, 0, 0, rows - len(results)))
         return results if batch.has_peers else results.clone()
-
-
-def _padded(results: Tensor, rows: int) -> Tensor:
-    # Padding rows must not expose uninitialized memory.
-    padded = results.new_zeros((rows, *results.shape[1:]))
-    padded[: len(results)] = results
-    return padded
 
 
 @operator("deduplicate")
@@ -193,8 +187,8 @@ def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tens
     sorted by expert and its packed expert assignment (`kernels/deduplicate.py`).
     """
     tokens, row_N, code_N, _ = deduplicate_tokens(Layout.of(layout), peers)
-    assert tokens.source_N is not None and row_N is not None and code_N is not None
-    return tokens.counts_E, tokens.offsets_E1, tokens.source_N, tokens.pair_N, tokens.row_SK, row_N, code_N
+    assert row_N is not None and code_N is not None
+    return *tokens.results, row_N, code_N
 
 
 @register_fake(deduplicate)
@@ -281,9 +275,7 @@ def dispatch(
         received, weight_P = exchange.exchange_pairs(code_N, weight_N, row_N, k)
         layout, order_N = received.sort(exchange.num_rows, exchange.num_local_experts, k)
         sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
-        assert layout.source_N is not None
-        numbers = layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
-        return x_RM, sorted_N, order_N, *numbers
+        return x_RM, sorted_N, order_N, *layout.results
 
 
 @register_fake(dispatch)

@@ -50,12 +50,8 @@ class Weights:
     b2_start: int = 0
 
     def contiguous(self) -> Weights:
-        w1, w2, b1, b2 = self.w1, self.w2, self.b1, self.b2
-        no_copies = w1.is_contiguous() and w2.is_contiguous() and (b1 is None or b1.is_contiguous())
-        if no_copies and (b2 is None or b2.is_contiguous()):
-            return self
-        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
-        return Weights(w1.contiguous(), w2.contiguous(), b1, b2, self.b2_start)
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (self.b1, self.b2))
+        return Weights(self.w1.contiguous(), self.w2.contiguous(), b1, b2, self.b2_start)
 
     def b2_columns(self) -> slice:
         assert self.b2 is not None
@@ -210,8 +206,7 @@ def experts_backward(
     rows = RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad)
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, needs_grad, rows.max_rows)
     a_buffer = dy_SM.new_empty((rows.max_rows, weights.w2.shape[2])) if needs_grad.w2 else None
-    needs_dh = needs_grad.x_SM or needs_grad.w1 or needs_grad.b1
-    dh_buffer = dy_SM.new_empty((rows.max_rows, rows.width)) if needs_dh else None
+    dh_buffer = dy_SM.new_empty((rows.max_rows, rows.width)) if needs_grad.dh_NH else None
     for block in rows.blocks:
         a = None if a_buffer is None else a_buffer[: block.rows]
         dh = None if dh_buffer is None else dh_buffer[: block.rows]

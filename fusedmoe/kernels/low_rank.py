@@ -110,13 +110,8 @@ class _Transposed:
         return self.matrices[expert].t()
 
 
-class FactorGradients(NamedTuple):
-    """Gradients of the adapters' factors; None without an adapter or if not requested."""
-
-    up_a: Tensor | None
-    up_b: Tensor | None
-    down_a: Tensor | None
-    down_b: Tensor | None
+# Gradients of A and B of the up adapter, then of the down adapter; None without an adapter or if not requested.
+FactorGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def low_rank_forward(
@@ -177,7 +172,7 @@ def low_rank_backward(
         if needs_factor_grads and up is not None:  # the tokens are read only here
             up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh)
     grads = [(None, None) if sums is None else (sums.da, sums.db) for sums in (up, down)]
-    return rows.dx_SM(), rows.dweight_N, FactorGradients(*grads[0], *grads[1])
+    return rows.dx_SM(), rows.dweight_N, (*grads[0], *grads[1])
 
 
 def _ranks(adapters: Adapters) -> list[int]:
@@ -316,15 +311,16 @@ def _backward_grouped(
         dx_SM = gather_sum(dx_NM, layout, weight_N)
     else:
         up_t = _scaled_dout_b(dh_NH, adapters.up, layout)
-    grads: list[Tensor | None] = [None] * 4
+    up_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    down_grads: tuple[Tensor | None, Tensor | None] = (None, None)
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
     if needs_factor_grads and adapters.up is not None:
         given = (up_t * factor, permute(x_SM, layout), dh_NH, up_low_Nr * factor)
-        grads[:2] = low_rank_factor_gradients(*given, adapters.up.scale, layout)
+        up_grads = low_rank_factor_gradients(*given, adapters.up.scale, layout)
     if needs_factor_grads and adapters.down is not None:
         given = (down_t * factor, a_NH, dout_NM, down_low_Nr * factor)
-        grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
-    return dx_SM, dweight_N, FactorGradients(*grads)
+        down_grads = low_rank_factor_gradients(*given, adapters.down.scale, layout)
+    return dx_SM, dweight_N, (*up_grads, *down_grads)
 
 
 def _full_bias(weights: Weights) -> Tensor | None:
