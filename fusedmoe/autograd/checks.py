@@ -46,7 +46,8 @@ def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = No
 
 def check_rows(operation: str, name: str, rows: Any, count: int | None, like: Tensor | None = None) -> None:
     """Require a [count, M] tensor on the device of `like`; with `count` None, any number of rows."""
-    check_tensor(operation, name, rows, like)
+    if not isinstance(rows, Tensor) or (like is not None and rows.device != like.device):
+        check_tensor(operation, name, rows, like)  # raises with the right message
     if rows.dim() != 2 or (count is not None and rows.shape[0] != count):
         expected = "[rows, M]" if count is None else f"[{count}, M]"
         refuse(operation, f"{name} must be {expected}, got {list(rows.shape)}")
@@ -58,7 +59,8 @@ def check_floats(operation: str, name: str, tensor: Tensor) -> None:
 
 
 def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
-    check_tensor(operation, name, value, like)
+    if not isinstance(value, Tensor) or (like is not None and value.device != like.device):
+        check_tensor(operation, name, value, like)
     is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
     if not is_integer or value.dim() != dims:
         refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
@@ -152,7 +154,8 @@ def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, e
     for name, tensor in (("w1", weights.w1), ("w2", weights.w2), ("b1", weights.b1), ("b2", weights.b2)):
         if tensor is None and name in ("b1", "b2"):
             continue
-        check_tensor(operation, name, tensor, x_SM)
+        if not isinstance(tensor, Tensor) or tensor.device != x_SM.device:
+            check_tensor(operation, name, tensor, x_SM)
         if tensor is not None and tensor.dtype != x_SM.dtype:
             cure = "convert one with .to(), or use autocast"
             refuse(operation, f"the rows are {x_SM.dtype} and the experts' {name} is {tensor.dtype}; {cure}")

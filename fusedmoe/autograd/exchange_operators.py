@@ -187,8 +187,8 @@ def deduplicate(layout: LayoutTensors, peers: int) -> tuple[Tensor, Tensor, Tens
     sorted by expert and its packed expert assignment (`kernels/deduplicate.py`).
     """
     tokens, row_N, code_N, _ = deduplicate_tokens(Layout.of(layout), peers)
-    assert row_N is not None and code_N is not None
-    return *tokens.results, row_N, code_N
+    assert tokens.source_N is not None and row_N is not None and code_N is not None
+    return tokens.counts_E, tokens.offsets_E1, tokens.source_N, tokens.pair_N, tokens.row_SK, row_N, code_N
 
 
 @register_fake(deduplicate)
@@ -275,7 +275,9 @@ def dispatch(
         received, weight_P = exchange.exchange_pairs(code_N, weight_N, row_N, k)
         layout, order_N = received.sort(exchange.num_rows, exchange.num_local_experts, k)
         sorted_N = x_TM.new_empty(0) if weight_P is None else weight_P[order_N]
-        return x_RM, sorted_N, order_N, *layout.results
+        assert layout.source_N is not None
+        numbers = layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
+        return x_RM, sorted_N, order_N, *numbers
 
 
 @register_fake(dispatch)

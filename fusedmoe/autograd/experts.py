@@ -143,7 +143,8 @@ def _(dy_SM: Any, h_NH: Any, x_SM: Any, weight_N: Any, w1: Any, w2: Any, *others
 
 def backward_flops(needs_grad: NeedsGrad, w1: Any, w2: Any) -> int:
     """Return the backward FLOPs of one row, given the shapes of w1 and w2."""
-    products = ((needs_grad.da_NH, w2), (needs_grad.x_SM, w1), (needs_grad.w1, w1), (needs_grad.w2, w2))
+    needs_da = needs_grad.x_SM or needs_grad.weight_N or needs_grad.w1 or needs_grad.b1
+    products = ((needs_da, w2), (needs_grad.x_SM, w1), (needs_grad.w1, w1), (needs_grad.w2, w2))
     return row_flops(*(shape for needed, shape in products if needed))
 
 
@@ -156,13 +157,15 @@ def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> 
     ctx.set_materialize_grads(False)
     needs_grad = ctx.needs_grad = NeedsGrad(*ctx.needs_input_grad[:6])
     x_SM, weight_N, w1, w2, b1, b2 = tensors
+    # dA reads W2; dA and A read H.
+    needs_da = needs_grad.x_SM or needs_grad.weight_N or needs_grad.w1 or needs_grad.b1
     ctx.save_for_backward(
-        h_NH if needs_grad.h_NH else None,
+        h_NH if needs_da or needs_grad.w2 else None,
         x_SM if needs_grad.w1 else None,
         weight_N,
         # Autocast's cast copies of parameters are as large as the parameters.
         w1 if needs_grad.x_SM else placeholder_like(w1),
-        w2 if needs_grad.da_NH else placeholder_like(w2),
+        w2 if needs_da else placeholder_like(w2),
         b1,
         b2,
         *layout,

@@ -63,7 +63,8 @@ def order_operator(
     layout = build_layout(expert_SK, experts, capacity, priority_S, f"order: {CHOICE.format(most=experts - 1)}")
     if padded:
         layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
-    return layout.results
+    assert layout.source_N is not None
+    return layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK
 
 
 @register_fake(order_operator)

@@ -50,23 +50,25 @@ class Weights:
     b2_start: int = 0
 
     def contiguous(self) -> Weights:
-        b1, b2 = (None if bias is None else bias.contiguous() for bias in (self.b1, self.b2))
-        return Weights(self.w1.contiguous(), self.w2.contiguous(), b1, b2, self.b2_start)
+        w1, w2, b1, b2 = self.w1, self.w2, self.b1, self.b2
+        no_copies = w1.is_contiguous() and w2.is_contiguous() and (b1 is None or b1.is_contiguous())
+        if no_copies and (b2 is None or b2.is_contiguous()):
+            return self
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
+        return Weights(w1.contiguous(), w2.contiguous(), b1, b2, self.b2_start)
 
     def b2_columns(self) -> slice:
         assert self.b2 is not None
         return slice(self.b2_start, self.b2_start + self.b2.shape[1])
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, M' and H."""
-        return self.w1.shape[-1], self.w2.shape[1], self.w2.shape[2]
-
-    def matrices(self, transposed: bool = False) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the matrices of both GEMMs by expert, [out, in] or transposed."""
+    def matrices(self, transposed: bool = False) -> tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, int, int]]:
+        """Return the matrices of both GEMMs by expert, [out, in] or transposed, and M, M' and H."""
         # For experts with few rows, creating a view takes as long as a GEMM.
         up, down = self.w1.flatten(1, -2), self.w2
-        return (up.mT.unbind(), down.mT.unbind()) if transposed else (up.unbind(), down.unbind())
+        sizes = up.shape[2], down.shape[1], down.shape[2]
+        if transposed:
+            up, down = up.mT, down.mT
+        return up.unbind(), down.unbind(), sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,16 +101,6 @@ class Gradients:
     def parameters(self) -> tuple[Tensor | None, ...]:
         return self.w1, self.w2, self.b1, self.b2
 
-    def accumulated_into(self, totals: Gradients | None) -> Gradients:
-        if totals is None:
-            return self
-
-        def add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-            return None if total is None or gradient is None else total.add_(gradient)
-
-        w1, w2, b1, b2 = map(add, totals.parameters, self.parameters)
-        return replace(self, w1=w1, w2=w2, b1=b1, b2=b2)
-
 
 def experts_forward(
     x_SM: Tensor,
@@ -130,7 +122,7 @@ def experts_forward(
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation, shared)
     h_NH = x_SM.new_empty((layout.rows, activation.num_projections * weights.w2.shape[2]))
     y_SM = forward_blocks(x_SM, layout, weight_N, weights, activation, h_NH)
-    return y_SM, h_NH.view(layout.rows, *weights.w1.shape[1:-1])
+    return y_SM, h_NH.view(len(h_NH), *weights.w1.shape[1:-1])
 
 
 def forward_blocks(
@@ -149,11 +141,10 @@ def forward_blocks(
         adapters: of both GEMMs; `add(block, rows, out)` adds an adapter's products with a block of rows.
     """
     x_SM, b1, b2, (up, down) = x_SM.contiguous(), weights.b1, weights.b2, adapters
-    _, dim, hidden = weights.sizes
+    w1_E, w2_E, (_, dim, hidden) = weights.matrices(transposed=True)
     blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
-    out_NM = x_SM.new_empty((layout.rows, dim))
+    out_NM = x_SM.new_empty((len(h_NH), dim))
     x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
-    w1_E, w2_E = weights.matrices(transposed=True)
     for block in blocks:
         x, h, a, out = block.gather(x_SM, layout, x_buffer), block.of(h_NH), a_buffer[: block.rows], block.of(out_NM)
         for expert, x_e, h_e in block.by_expert(x, h):
@@ -206,7 +197,8 @@ def experts_backward(
     rows = RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad)
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, needs_grad, rows.max_rows)
     a_buffer = dy_SM.new_empty((rows.max_rows, weights.w2.shape[2])) if needs_grad.w2 else None
-    dh_buffer = dy_SM.new_empty((rows.max_rows, rows.width)) if needs_grad.dh_NH else None
+    needs_dh = needs_grad.x_SM or needs_grad.w1 or needs_grad.b1
+    dh_buffer = dy_SM.new_empty((rows.max_rows, rows.width)) if needs_dh else None
     for block in rows.blocks:
         a = None if a_buffer is None else a_buffer[: block.rows]
         dh = None if dh_buffer is None else dh_buffer[: block.rows]
@@ -276,8 +268,9 @@ def experts_backward_weights(
 class RowGradients:
     """Gradients of rows and router weights, accumulated block by block in plain PyTorch.
 
-    `width` is the width of a row of H. `dweight_N` is zero in padding rows, and None if not requested. `weights` and
-    `adapters` are as in `forward_blocks`; `add_input_gradient(block, dout, din)` adds the gradient through an adapter.
+    `hidden` and `width` are the widths of rows of A and H. `dweight_N` is zero in padding rows, and None if not
+    requested. `weights` and `adapters` are as in `forward_blocks`; `add_input_gradient(block, dout, din)` adds the
+    gradient through an adapter.
     """
 
     def __init__(
@@ -291,19 +284,19 @@ class RowGradients:
         needs_grad: NeedsGrad,
         adapters: Sequence[Any] = (None, None),
     ) -> None:
-        input_dim, dim, hidden = weights.sizes
+        self._w1_E, self._w2_E, (input_dim, dim, hidden) = weights.matrices()
         self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
+        rows = layout.rows
         self._up, self._down = adapters
         self.blocks, self.max_rows, step = row_blocks(layout, dy_SM, hidden)
-        self.width = activation.num_projections * hidden
-        self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
-        self._w1_E, self._w2_E = weights.matrices()
+        self.hidden, self.width = hidden, activation.num_projections * hidden
+        self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(rows, self.width)
         self._dy, self._da = dy_SM.new_empty((self.max_rows, dim)), dy_SM.new_empty((self.max_rows, hidden))
         # `_a` holds activations that no parameter gradient needs.
         self._step = step
         self._act, self._a = (dy_SM.new_empty((min(self.max_rows, step), hidden)) for _ in range(2))
-        self._dx_NM = dy_SM.new_empty((layout.rows, input_dim)) if needs_grad.x_SM else None
-        self.dweight_N = dy_SM.new_zeros(layout.rows) if weight_N is not None and needs_grad.weight_N else None
+        self._dx_NM = dy_SM.new_empty((rows, input_dim)) if needs_grad.x_SM else None
+        self.dweight_N = dy_SM.new_zeros(rows) if weight_N is not None and needs_grad.weight_N else None
 
     def add(self, block: _RowBlock, a: Tensor | None, dh: Tensor | None) -> Tensor:
         """Compute one block's gradients, fill `a` (activations) and `dh`, if given, and return dy of its rows."""
@@ -423,7 +416,11 @@ class _ParameterGradients:
             last = expert
 
     def gradients(self, dx_SM: Tensor | None, dweight_N: Tensor | None) -> Gradients:
-        return replace(self._totals, x_SM=dx_SM, weight_N=dweight_N).accumulated_into(self._deferred_totals)
+        if self._deferred_totals is None:
+            return replace(self._totals, x_SM=dx_SM, weight_N=dweight_N)
+        pairs = zip(self._deferred_totals.parameters, self._totals.parameters, strict=True)
+        sums = (None if total is None or grad is None else total.add_(grad) for total, grad in pairs)
+        return Gradients(dx_SM, dweight_N, *sums)
 
 
 @dataclass

@@ -94,12 +94,6 @@ class Layout:
         """The five tensors in the order of operator arguments; `Layout.of` is the inverse."""
         return [self.counts_E, self.offsets_E1, self.source_N, self.pair_N, self.row_SK]
 
-    @property
-    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The five tensors as results of an operator, all present."""
-        assert self.source_N is not None
-        return self.counts_E, self.offsets_E1, self.source_N, self.pair_N, self.row_SK
-
     @classmethod
     def of(cls, tensors: LayoutTensors) -> Layout:
         counts_E, offsets_E1, source_N, pair_N, row_SK = tensors

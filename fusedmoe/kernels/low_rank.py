@@ -93,13 +93,9 @@ class StoredWeights:
     def b2_columns(self) -> slice:
         return slice(None)
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """M, the output width, and H."""
-        return self.up.shape[2], self.down.shape[1], self.down.shape[2]
-
-    def matrices(self, transposed: bool = False) -> tuple[Any, Any]:
-        return (_Transposed(self.up), _Transposed(self.down)) if transposed else (self.up, self.down)
+    def matrices(self, transposed: bool = False) -> tuple[Any, Any, tuple[int, int, int]]:
+        sizes = self.up.shape[2], self.down.shape[1], self.down.shape[2]
+        return (_Transposed(self.up), _Transposed(self.down), sizes) if transposed else (self.up, self.down, sizes)
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,9 @@ def low_rank_forward(
     """
     if isinstance(weights, Weights) and has_kernels(x_SM):
         return _forward_grouped(x_SM, layout, weight_N, weights, adapters, activation)
-    hidden_NL = x_SM.new_empty((layout.rows, activation.num_projections * weights.sizes[2] + sum(_ranks(adapters))))
+    down = weights.down if isinstance(weights, StoredWeights) else weights.w2
+    width = activation.num_projections * down.shape[2] + sum(_ranks(adapters))
+    hidden_NL = x_SM.new_empty((layout.rows, width))
     h_NH, *low = _parts(hidden_NL, adapters)
     forward_adapters = [
         None if adapter is None else _ForwardAdapter(adapter, low_Nr)
@@ -162,7 +160,7 @@ def low_rank_backward(
     needs_grad = NeedsGrad(x_SM=needs_dx)
     rows = RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad, (up, down))
     x_buffer, a_buffer, dh_buffer = (
-        x_SM.new_empty((rows.max_rows, width)) for width in (x_SM.shape[1], weights.sizes[2], rows.width)
+        x_SM.new_empty((rows.max_rows, width)) for width in (x_SM.shape[1], rows.hidden, rows.width)
     )
     for block in rows.blocks:
         a, dh = a_buffer[: block.rows], dh_buffer[: block.rows]

@@ -24,17 +24,13 @@ class NeedsGrad(NamedTuple):
         return self.w1 or self.w2 or self.b1 or self.b2
 
     @property
-    def da_NH(self) -> bool:
-        return self.dh_NH or self.weight_N
-
-    @property
     def dh_NH(self) -> bool:
         return self.x_SM or self.w1 or self.b1
 
     @property
     def h_NH(self) -> bool:
         """True unless only the output bias needs a gradient, which does not depend on the pre-activations."""
-        return self.da_NH or self.w2
+        return self.x_SM or self.weight_N or self.w1 or self.w2 or self.b1
 
 
 ALL = NeedsGrad()

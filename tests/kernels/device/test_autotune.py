@@ -20,11 +20,10 @@ from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, verified
-from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord
+from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord, hold_kernel
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Key, Variant
 from fusedmoe.kernels.triton.grouped.dweight import dweight
-from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
 from tests.kernels.device.test_configurations import variant
 

@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from bench.gpu import gluon_first
 from bench.gpu.results import RESULTS
-from fusedmoe.kernels.generation import TABLE_SHARED_BYTES, generation
+from fusedmoe.kernels.backend import TABLE_SHARED_BYTES, generation
 from fusedmoe.kernels.triton.grouped import autotune, verified
 from fusedmoe.kernels.triton.grouped.autotune import (
+    NUM_OCCUPIED,
     Tuner,
     TuningRecord,
     all_candidates,
@@ -31,15 +32,17 @@ from fusedmoe.kernels.triton.grouped.autotune import (
 )
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
+    VERIFIED,
     Config,
+    Gpu,
     HopperConfig,
     Key,
     Variant,
+    is_verified,
+    name_of,
     order_by_shape,
     with_programs,
 )
-from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED
-from fusedmoe.kernels.triton.grouped.verified import VERIFIED, Gpu, is_verified, name_of
 
 MULTIPROCESSORS = 132
 HOPPER = Gpu((9, 0), 232_448, MULTIPROCESSORS)
@@ -338,7 +341,7 @@ from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import all_candidates, tuner, untuned_choice
 from fusedmoe.kernels.triton.grouped.configs import Key, Variant
-from fusedmoe.kernels.triton.grouped.verified import Gpu
+from fusedmoe.kernels.triton.grouped.configs import Gpu
 from fusedmoe.kernels.experts import Weights
 
 layout = contiguous_layout(torch.tensor([3, 0]), 3)

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.backend import BLACKWELL, HOPPER, INTERPRET, Capability, generation_of
 from fusedmoe.kernels.gate import MIN_SUM, SCORES, GateChoice, GateRule
-from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.gate.router import (
     Tile,
     empty_summands,
