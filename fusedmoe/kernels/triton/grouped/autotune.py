@@ -272,17 +272,14 @@ class Tuner:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self._exclude_failed(key, config, error)
+            # Recorded first, so the next process does not retry it.
+            self._record_fault(key, config, f"{type(error).__name__}: {error}"[:1000])
+            if isinstance(error, TimeoutError) or _is_gpu_lost():
+                raise RuntimeError(
+                    f"{key.variant} in {config} {error}; this process cannot use the GPU any more. The configuration "
+                    "is excluded from now on: restart the process"
+                ) from error
             return None
-
-    def _exclude_failed(self, key: Key, config: Config, error: Exception) -> None:
-        # Recorded first, so the next process does not retry it.
-        self._record_fault(key, config, f"{type(error).__name__}: {error}"[:1000])
-        if isinstance(error, TimeoutError) or _is_gpu_lost():
-            raise RuntimeError(
-                f"{key.variant} in {config} {error}; this process cannot use the GPU any more. The configuration is "
-                "excluded from now on: restart the process"
-            ) from error
 
     def _record_fault(self, key: Key, config: Config, fault: str) -> None:
         self.record.faults[_failed_config_key(key, config)] = fault
