@@ -50,12 +50,9 @@ class Weights:
     b2_start: int = 0
 
     def contiguous(self) -> Weights:
-        w1, w2, b1, b2 = self.w1, self.w2, self.b1, self.b2
-        no_copies = w1.is_contiguous() and w2.is_contiguous() and (b1 is None or b1.is_contiguous())
-        if no_copies and (b2 is None or b2.is_contiguous()):
-            return self
-        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
-        return Weights(w1.contiguous(), w2.contiguous(), b1, b2, self.b2_start)
+        b1 = None if self.b1 is None else self.b1.contiguous()
+        b2 = None if self.b2 is None else self.b2.contiguous()
+        return Weights(self.w1.contiguous(), self.w2.contiguous(), b1, b2, self.b2_start)
 
     def b2_columns(self) -> slice:
         assert self.b2 is not None

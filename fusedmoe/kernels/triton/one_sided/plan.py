@@ -411,16 +411,9 @@ def read_metadata(
             for number, store in enumerate(stores)
         ]
         arrivals = Arrivals(layout, weight[chunk], peer[chunk], result_row[chunk], num_rows[chunk])
+        counters = put_counter[chunk], later_put_counter[chunk]
         of_chunk = dict(zip(heights, row_tiles[chunk::degree], strict=True))
-        chunks.append(
-            ArrivedChunk(
-                arrivals,
-                addresses_of[:slots],
-                addresses_of[slots:],
-                (put_counter[chunk], later_put_counter[chunk]),
-                of_chunk,
-            )
-        )
+        chunks.append(ArrivedChunk(arrivals, addresses_of[:slots], addresses_of[slots:], counters, of_chunk))
     return chunks
 
 
