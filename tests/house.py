@@ -27,7 +27,7 @@ LINES = 500
 #: raise the budget in a commit that says why.
 BUDGETS = {
     ".": 3118,
-    "autograd": 2338,
+    "autograd": 2285,
     "blocks": 2792,
     "cli": 5093,
     "comm": 4315,
@@ -37,7 +37,7 @@ BUDGETS = {
     "gates": 1661,
     "graph": 3347,
     "hf": 1758,
-    "kernels": 9213,
+    "kernels": 9133,
     "layers": 2515,
     "models": 1675,
     "placement": 3961,
