@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.kernels.tiles import Tiles
+from fusedmoe.kernels.layout import Layout, Tiles, offsets
 
 # Record of a failed wait: reason, index of the signal, expected and seen value, address of the signals.
 RECORD_SIZE = 5

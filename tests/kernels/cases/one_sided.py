@@ -16,8 +16,8 @@ from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton.gather_sum import accumulation_dtype, columns
 from fusedmoe.kernels.triton.grouped import autotune
 from fusedmoe.kernels.triton.jit import MAX_REGISTERS
+from fusedmoe.kernels.triton.layout import block_sizes
 from fusedmoe.kernels.triton.one_sided import network, plan, put, receive, remote
-from fusedmoe.kernels.triton.tiles import block_sizes
 from tests.kernels.cases import AotCase
 
 

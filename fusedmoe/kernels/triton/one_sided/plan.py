@@ -19,13 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, Tiles, tile_bound
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnBuffers, RowLimit, Sends
-from fusedmoe.kernels.tiles import Tiles, tile_bound
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.jit import MAX_REGISTERS, jit
-from fusedmoe.kernels.triton.layout import ALONE
-from fusedmoe.kernels.triton.tiles import block_sizes, find_tiles
+from fusedmoe.kernels.triton.layout import ALONE, block_sizes, find_tiles
 
 # Tokens per block; a program compares each with all of a peer's experts.
 TOKENS = 128
