@@ -37,7 +37,7 @@ BUDGETS = {
     "gates": 1661,
     "graph": 3347,
     "hf": 1758,
-    "kernels": 9082,
+    "kernels": 9073,
     "layers": 2515,
     "models": 1675,
     "placement": 3961,
