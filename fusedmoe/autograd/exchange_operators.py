@@ -174,15 +174,9 @@ class _OperatorExchange:
         else:
             results = exchange.combine(rows_RM)
         if len(results) < rows:
-            return _padded(results, rows)
+            # Padding rows must not expose uninitialized memory.
+            return torch.nn.functional.pad(results, (0, 0, 0, rows - len(results)))
         return results if batch.has_peers else results.clone()
-
-
-def _padded(results: Tensor, rows: int) -> Tensor:
-    # Padding rows must not expose uninitialized memory.
-    padded = results.new_zeros((rows, *results.shape[1:]))
-    padded[: len(results)] = results
-    return padded
 
 
 @operator("deduplicate")

@@ -8,7 +8,7 @@ import torch
 
 from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
 from fusedmoe.kernels.triton.jit import MAX_REGISTERS
-from fusedmoe.kernels.triton.tiles import block_sizes, sort_tiles_kernel, tiles_kernel
+from fusedmoe.kernels.triton.layout import block_sizes, sort_tiles_kernel, tiles_kernel
 from tests.kernels.cases import AotCase
 
 
