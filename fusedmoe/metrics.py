@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from fusedmoe.layers.load import TERMS, RoutingCounters
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.runtime.recorder import Recorder
 
-__all__ = ["JsonLines", "Metrics", "TensorBoard"]
+__all__ = ["Metrics"]
 
 Floats = NDArray[np.float64]
 
@@ -316,45 +315,6 @@ class Sink(Protocol):
     """Writes collected metrics; used on one rank, because all ranks collect the same values."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-
-class JsonLines:
-    """Append one JSON line per collection to a file: {"step": 20, "moe/max_vio": …}. A killed job keeps all lines.
-
-    Raises:
-        OSError: the folder does not exist or is not writable.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-
-
-class TensorBoard:
-    """Write curves with `torch.utils.tensorboard`.
-
-    Raises:
-        ConfigError: the package tensorboard is not installed.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"TensorBoard is not installed ({error}): pip install tensorboard, or use JsonLines"
-            ) from error
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from fusedmoe.gates import ExpertChoice, SoftMoE
 from fusedmoe.gates.choice_override import ChoiceOverride, RouterTap
 from fusedmoe.layers.moe import MoELayer
 
-__all__ = ["read_sglang", "read_vllm", "record", "replay", "routers"]
+__all__ = ["read_sglang", "read_vllm", "record", "replay"]
 
 # Attributes under which DDP, PEFT and the wrappers in `compat` hold the wrapped module.
 _WRAPPED = {"module", "base_layer", *WRAPPED_NAMES}
@@ -54,15 +54,6 @@ class _Router(NamedTuple):
     experts: Any = None
 
 
-def routers(model: nn.Module) -> list[str]:
-    """Return the names of the layers whose choices can be recorded, in order.
-
-    Raises:
-        ConfigError: the model has no such layers, or a layer whose choices cannot be recorded.
-    """
-    return list(_find_routers(model))
-
-
 @contextmanager
 def record(model: nn.Module, device: torch.device | str | None = None) -> Iterator[dict[str, Tensor]]:
     """Record the experts that a model's tokens choose. Recomputations of activation checkpoints are not recorded.
@@ -79,7 +70,7 @@ def record(model: nn.Module, device: torch.device | str | None = None) -> Iterat
             forward, or whose router does not use the top-k of its scores; nested records.
     """
     choices: dict[str, Tensor] = {}
-    by_name = _find_routers(model)
+    by_name = find_routers(model)
     if any(tap is not None and tap.recorded is not None for tap in map(_tap, by_name.values())):
         raise ConfigError("routing.record: the model's choices are already being recorded")
     taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
@@ -100,14 +91,14 @@ def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -
     tokens.
 
     Args:
-        choices: by layer as from `record`, or for all layers in the order of `routers`: [T, K] integers on any device.
-            In rows that contain −1 the router chooses the experts itself.
+        choices: by layer as from `record`, or for all layers in the order of `model.named_modules()`: [T, K] integers
+            on any device. In rows that contain −1 the router chooses the experts itself.
     Raises:
         ConfigError: other layers than the model's; invalid or repeated experts of a token; nested replays; from a
             forward, another number of tokens or experts than the router's; at the end of the context, unused rows, or a
             layer without a forward.
     """
-    by_name = _find_routers(model)
+    by_name = find_routers(model)
     given = _choices_by_layer(list(by_name), choices)
     num_experts = {name: r.gate.experts if isinstance(r, MoELayer) else r.num_experts for name, r in by_name.items()}
     some_live = {name: _validate_choices(name, given[name], num_experts[name]) for name in by_name}
@@ -338,8 +329,12 @@ class _TappedForward:
                 del self._router.module.forward
 
 
-def _find_routers(model: nn.Module) -> dict[str, MoELayer | _Router]:
-    """Return the routers of MoE layers by layer name, without the names of wrappers."""
+def find_routers(model: nn.Module) -> dict[str, MoELayer | _Router]:
+    """Return the routers of MoE layers by layer name, without the names of wrappers.
+
+    Raises:
+        ConfigError: the model has no such layers, or a layer whose choices cannot be recorded.
+    """
     by_name: dict[str, MoELayer | _Router] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():

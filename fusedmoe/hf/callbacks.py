@@ -36,7 +36,7 @@ class MetricsCallback(TrainerCallback):
     parallelism "moe/rank_rows". Models with `MoELayer`s report all metrics.
 
     Args:
-        sinks: receive the metrics on rank 0, for example `fusedmoe.metrics.JsonLines(path)`.
+        sinks: objects with `write(step, values)`, which receive the metrics on rank 0.
         per_layer: also report metrics of each layer.
     Raises:
         ConfigError: when training begins, for a model without experts.
