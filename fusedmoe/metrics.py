@@ -153,28 +153,14 @@ class Metrics(Collector):
             if step % 20 == 19:
                 print(metrics.collect())             # {"moe/max_vio": 0.21, …}, on all ranks
 
-    Values cover all tokens of all ranks since the last collection and, except for times, are means over layers. c_e is
-    the number of choices of expert e of E, including dropped choices:
+    Values cover all tokens of all ranks since the last collection. docs/guides/metrics.md lists them. With c_e choices
+    of expert e of E, including dropped choices, and router logits l:
 
-    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/max_vio_worst": maximum over layers
-    - "moe/load_cv" = std c / mean c; "moe/dead_experts": fraction of experts with c = 0
+    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/load_cv" = std c / mean c
     - "moe/diversity" = exp(H(c / Σc)) / E, 1 if balanced
-    - "moe/dropped": fraction of choices dropped by the capacity
-    - "moe/rank_rows": rows received by the busiest rank's experts / mean over ranks, including replicas; 1 without EP.
-      Not for dynamic placements
-    - "moe/pairs_per_token": (token, k) pairs per token sent (once to each rank with any of its experts), the reduction
-      in bytes compared with one row per pair. Not for compiled layers, nor without EP and ESP, where no token is sent
-    - for gates with router logits l, independent of the gate's own losses: "moe/router_entropy", mean entropy of
-      softmax(l) in nats; "moe/z_loss", mean of logsumexp(l)²; "moe/balance_loss", mean of E·Σ_e
-      mean(softmax(l)_e)·c_e/Σc per forward pass and rank (1 if balanced)
-    - "moe/aux_loss": the gate's own losses with their coefficients, mean over forward passes and ranks
-    - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
-    - "moe/tokens_per_s" over all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
-    - "moe/exposed_s": seconds of exposed communication (a link is in use and no layer of the rank computes) in the
-      first forward and backward pass of each layer since the last collection: sum over layers, mean over ranks.
-      Includes waits for ranks that start the passes later. 0 without EP and ESP; not for compiled models
-    - "moe/exposed_share": the same as a fraction of these passes, from the first layer's forward to the end of its
-      backward
+    - "moe/router_entropy": mean entropy of softmax(l) in nats; "moe/z_loss": mean of logsumexp(l)²;
+      "moe/balance_loss": mean of E·Σ_e mean(softmax(l)_e)·c_e/Σc per forward pass and rank (1 if balanced)
+    - "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
 
     Counters are float64 on the layer's device; only `collect` synchronizes. `close` stops counting.
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, balance, cheapest_balance
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
@@ -173,7 +173,9 @@ def auto(now: Situation, *, t: int, m: int) -> Decision:
     shardings = [placement.sharding for placement in now.before]
     predicted = hecate(now, t=t, m=m, sharded=is_uneven(shardings, predict_load(now.history_ILE)))
     return _balanced(
-        now, predicted, lambda before, tokens_WE: auto_balance(before, tokens_WE, now.node_layout, m, now.costs)
+        now,
+        predicted,
+        lambda before, tokens_WE: cheapest_balance(before, tokens_WE, now.node_layout, m, now.costs, planning_s=0.0),
     )
 
 

@@ -91,24 +91,8 @@ class Gate(Constructed, nn.Module):
     routing, `splits = True`, `score` and `choose` (and `draw` for random numbers), which lets `fusedmoe.pipeline` split
     batches before the gate. Gates on logits x·Wᵀ should subclass `RouterGate`, which provides the matrix and its
     kernels. Equal scores choose the lower expert (`top_experts`). A program that adds the class to
-    `fusedmoe.gates.GATES` can select it by name in settings and in the command (`fusedmoe.cli.main.main`).
-
-    Example, a gate that routes each token to the k experts with the nearest vectors:
-
-        class Nearest(Gate):
-            splits = True
-
-            def parameter_shapes(self, model_dim):
-                return {"center_EM": (self.experts, model_dim)}
-
-            def score(self, x_SM, *drawn):
-                widest = torch.promote_types(x_SM.dtype, torch.float32)
-                x_SM, center_EM = x_SM.to(widest), self.center_EM.to(widest)
-                return (-torch.cdist(x_SM, center_EM, compute_mode="donot_use_mm_for_euclid_dist"),)
-
-            def choose(self, logits_SE):
-                expert_SK = top_experts(logits_SE, self.k)
-                return self.routing(expert_SK, logits_SE.gather(1, expert_SK).softmax(1), logits_SE)
+    `fusedmoe.gates.GATES` can select it by name in settings and in the command (`fusedmoe.cli.main.main`). A worked
+    example is in docs/guides/contributing.md.
 
     `MoELayer` calls `setup` with the model dimension. Weights are drawn on the CPU in float32 from torch's default
     generator, so a seed gives the same gate for every device, dtype and world size. When a layer is created, ranks

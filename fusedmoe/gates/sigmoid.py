@@ -129,12 +129,10 @@ class DeepSeekV3(RouterGate):
         return self.bias_E
 
     def choose(self, *scores: Tensor) -> Routing:
-        return self._choose(*scores)
+        return self.choose_packed(None, *scores)
 
-    def choose_packed(self, packing: Packing, *scores: Tensor) -> Routing:
-        return self._choose(*scores, packing=packing)
-
-    def _choose(self, logits_SE: Tensor, *, packing: Packing | None = None) -> Routing:
+    def choose_packed(self, packing: Packing | None, *scores: Tensor) -> Routing:
+        (logits_SE,) = scores
         score_SE = logits_SE.sigmoid()
         expert_SK = self._select_in_groups(score_SE.detach() + self.bias_E.to(score_SE.dtype))
         weight_SK = score_SE.gather(1, expert_SK)

@@ -56,7 +56,7 @@ class Balance:
     """A placement, and the number of rows that each rank computes per expert.
 
     Attributes:
-        placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
+        placement: owners, earlier replicas (`cheapest_balance` may replace some) and new replicas.
         tokens_WE: int64, rows for each expert, by the rank whose tokens they are.
         computed_EV: int64, rows of each expert, by the rank that computes them.
     """
@@ -173,47 +173,33 @@ def cheapest_balance(
     m: int,
     costs: PlacementCosts,
     hidden_s: float = 0.0,
+    planning_s: float | None = None,
 ) -> Balance:
-    """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`). Arguments: see `auto_balance`.
+    """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`).
 
     The result never costs more than `balance` with any of `LEVELS`, with m = 0 or this m. New replicas may replace
-    underused replicas.
-    """
-    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, node_layout, m), node_layout, m)
-    unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
-    return _search_replicas(placement, level_balances, m, costs, hidden_s, unchanged_s) or unchanged
-
-
-def auto_balance(
-    placement: Placement,
-    tokens_WE: ArrayLike,
-    node_layout: NodeLayout,
-    m: int,
-    costs: PlacementCosts,
-    planning_s: float = 0.0,
-    hidden_s: float = 0.0,
-) -> Balance:
-    """Return the cheapest balance if planning can pay off, otherwise rows on the nearest replicas.
-
-    Plans only if a perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time. New
-    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). They may replace underused replicas,
-    except those that forwarded their expert to another rank.
+    underused replicas, except those that forwarded their expert to another rank.
 
     Args:
         placement: owners, and replicas sent by one gather (`traffic.gather_transfers`).
-        planning_s: seconds that the search takes, equal on all ranks.
+        tokens_WE, node_layout, m: as for `balance`. m = 0: replicas do not change.
         hidden_s: seconds of backward computation, between the rows of this layer and of the previous layer, that hide
             the transfers of replica gradients.
-        tokens_WE, node_layout, m: as for `balance`. m = 0: replicas do not change.
+        planning_s: seconds that the search takes, equal on all ranks. Rows stay on the nearest replicas unless a
+            perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time, and new
+            replicas must save 2% beyond the exposed time of their transfers. None: the search and replicas are free.
     """
     tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
-    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, node_layout), node_layout)
-    now_s = layer_s(nearest.load, costs)
-    if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _MIN_SAVING * now_s):
-        return nearest
+    min_saving_s = 0.0
+    if planning_s is not None:
+        nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, node_layout), node_layout)
+        now_s = layer_s(nearest.load, costs)
+        min_saving_s = _MIN_SAVING * now_s
+        if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, min_saving_s):
+            return nearest
     level_balances = _LevelBalances(placement, tokens_WE, node_layout, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
-    below_s = unchanged_s - _MIN_SAVING * now_s
+    below_s = unchanged_s - min_saving_s
     return _search_replicas(placement, level_balances, m, costs, hidden_s, below_s) or unchanged
 
 

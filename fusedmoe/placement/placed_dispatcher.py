@@ -14,7 +14,7 @@ from fusedmoe.engine.collectives_dispatcher import Collectives, CountedBatch
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, is_recomputing
 from fusedmoe.engine.recomputation import without_selective_checkpoint
 from fusedmoe.placement.placed_experts import PlacedExperts
-from fusedmoe.placement.replica_state import ReplicaTiming
+from fusedmoe.placement.replicas import ReplicaTiming
 from fusedmoe.runtime.recorder import active_recorder, part_span
 
 

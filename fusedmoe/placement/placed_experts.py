@@ -42,8 +42,7 @@ from fusedmoe.placement.replica_gradients import (
     receive_gradients,
     send_accumulated,
 )
-from fusedmoe.placement.replica_state import ReplicaTiming
-from fusedmoe.placement.replicas import RecordContext, Replicas
+from fusedmoe.placement.replicas import RecordContext, Replicas, ReplicaTiming
 from fusedmoe.placement.traffic import Transfer, split_tokens
 from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE

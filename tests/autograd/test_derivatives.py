@@ -102,7 +102,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
 exchange = Collectives(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
 WAY = exchange_operators.CollectiveRoute(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
 #: Linear in their inputs, so their gradients do not depend on input values.
-LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "pack_bf16", "unpack_bf16", "refuse_gradient"}
+LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "refuse_gradient"}
 LINEAR |= {"dispatch", "dispatch_backward", "combine", "combine_backward", "split_rows", "join_rows"}
 #: Only graphs contain these operators, and AOTAutograd refuses to differentiate its graphs twice.
 IN_GRAPHS = {"scheduled_experts"}

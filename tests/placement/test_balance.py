@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from bench.placement.baselines import CLUSTER_A
 from bench.placement.exact import fewest_copies, least_busiest, price_gap
 from bench.placement.made_loads import make_loads
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s
+from fusedmoe.placement.balance import Balance, balance, cheapest_balance, exposed_s
 from fusedmoe.placement.hecate import exposed_gather_s
 from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather_transfers, layer_s, transfers_s
@@ -25,6 +26,8 @@ from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
 from tests.placement.placements import situations
+
+auto_balance = partial(cheapest_balance, planning_s=0.0)
 
 UGLY = ("as drawn", "nothing", "one expert", "one rank", "one row")
 
