@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import wire
-from fusedmoe.kernels.derivatives import Function, operator, register_fake
+from fusedmoe.kernels.derivatives import operator, register_fake, transform_gradient
 
 __all__ = ["WireCast", "WireFp8"]
 
@@ -77,8 +77,8 @@ def transfer_with_hooks(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
     """Run the hooks before the transfer `name` ("dispatch" or "combine"), then `move`, then the hooks after it."""
-    before, after = ("before_dispatch", "after_dispatch") if name == "dispatch" else ("before_combine", "after_combine")
-    return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
+    sent = run_hooks(hooks, f"before_{name}", rows, context)
+    return run_hooks(hooks, f"after_{name}", move(sent), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookContext) -> Tensor:
@@ -178,23 +178,10 @@ def apply_end_hooks(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: i
 
 
 def _hook_gradient(hooks: Sequence[Hooks], tensor: Tensor, point: str, chunk: int, chunks: int) -> Tensor:
-    return _GradientHooks.apply(
-        tensor, lambda grad: run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
-    )
+    def apply_hooks(grad: Tensor) -> Tensor:
+        return run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
 
-
-class _GradientHooks(Function):
-    operation, double_backward = "hooks at a layer's start and end", True  # hooks on gradients are differentiable
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, apply_hooks: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.apply_hooks = apply_hooks
-        # An input returned unchanged would not be an output of this function.
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.apply_hooks(gradients[0]), None
+    return transform_gradient(tensor, apply_hooks, "hooks at a layer's start and end")
 
 
 @operator("pack_fp8")

@@ -13,11 +13,10 @@ sorted by expert, R received tokens, S tokens or received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
+from fusedmoe.compat import require_version
 from fusedmoe.compat.megatron import VERSIONS
-from fusedmoe.versions import version_error
 
-if (error := version_error("megatron-core", *VERSIONS, "fusedmoe.megatron")) is not None:
-    raise error
+require_version("megatron-core", *VERSIONS, "fusedmoe.megatron")
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -15,11 +15,10 @@ received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
+from fusedmoe.compat import require_version
 from fusedmoe.compat.torchtitan import VERSIONS
-from fusedmoe.versions import version_error
 
-if (error := version_error("torchtitan", *VERSIONS, "fusedmoe.titan")) is not None:
-    raise error
+require_version("torchtitan", *VERSIONS, "fusedmoe.titan")
 
 import warnings
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.replica_search import accept_if_faster, improve
-from fusedmoe.placement.traffic import PlacementCosts, gather_transfers, layer_s, placement_load, transfers_s
+from fusedmoe.placement.traffic import PlacementCosts, exposed_s, layer_s, placement_load
 
 #: Iterations between two changes of owners.
 RESHARDING_STEPS = 100
@@ -197,16 +197,12 @@ def calibrate(
         candidate = materialise(placement, load_E, node_layout, t, m)
         if candidate == placement:
             continue
-        seconds = layer_s(placement_load(tokens_WE, candidate, node_layout), costs) + exposed_gather_s(
+        seconds = layer_s(placement_load(tokens_WE, candidate, node_layout), costs) + exposed_s(
             placement, candidate, node_layout, costs
         )
         if seconds < best_s:
             best, best_s = candidate, seconds
     return best
-
-
-def exposed_gather_s(before: Placement, after: Placement, node_layout: NodeLayout, costs: PlacementCosts) -> float:
-    return 2 * transfers_s(gather_transfers(before, after, node_layout), node_layout, costs, costs.expert_bytes)
 
 
 def max_owned_experts(layers: int, experts: int, ranks: int) -> int:
@@ -331,8 +327,7 @@ def _least_loaded_rank(
     work_W: NDArray[np.generic], free_W: NDArray[np.int64], node_layout: NodeLayout, prefer_most_free: bool = False
 ) -> int:
     """Return the rank with the least work on the node with the least work, among ranks with free slots."""
-    work_NR = work_W.reshape(node_layout.num_nodes, node_layout.per_node)
-    free_NR = free_W.reshape(node_layout.num_nodes, node_layout.per_node)
+    work_NR, free_NR = node_layout.by_node(work_W), node_layout.by_node(free_W)
     # Ties: fewer free slots first, as in the paper, or more.
     sign = -1 if prefer_most_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()

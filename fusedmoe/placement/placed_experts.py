@@ -23,31 +23,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_rows
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import tensor_version
-from fusedmoe.engine.dispatcher import is_recomputing
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives, CountedBatch
+from fusedmoe.engine.dispatcher import LocalExperts, Routed, is_recomputing
+from fusedmoe.engine.recomputation import without_selective_checkpoint
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, ExpertsModule
-from fusedmoe.kernels.derivatives import require_no_tangent
+from fusedmoe.kernels.derivatives import before_backward, require_no_tangent
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.expert_table import ExpertTable, sort_by_slot, sum_over_shards
 from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.replica_gradients import (
+from fusedmoe.placement.replicas import (
     GradientRoute,
+    RecordContext,
+    Replicas,
+    ReplicaTiming,
     SendGradients,
     attach_tables,
-    before_backward,
     receive_gradients,
     send_accumulated,
 )
-from fusedmoe.placement.replicas import RecordContext, Replicas, ReplicaTiming
 from fusedmoe.placement.traffic import Transfer, split_tokens
-from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
+from fusedmoe.runtime.recorder import DeviceTime, Recorder, active_recorder, part_span, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
 T = TypeVar("T")
+
+_OPERATION = "experts with replicas (placement='fssdp')"
 
 # (placement, tokens of each rank for each expert) -> a placement with at least the replicas of `placement`.
 Calibrate = Callable[[Placement, NDArray[np.int64]], Placement]
@@ -310,7 +318,7 @@ class PlacedExperts:
         if is_in_turns:
             self.wait_for_link()
         # Transfers of parameters to replicas would lose forward-mode derivatives.
-        require_no_tangent("experts with replicas (placement='fssdp')", self.table.parameters)
+        require_no_tangent(_OPERATION, self.table.parameters)
         tables, needs_grad, send = self.table.tensors(), torch.is_grad_enabled(), None
         self._replicas_are_final |= needs_grad
         if needs_grad:
@@ -320,7 +328,7 @@ class PlacedExperts:
         y = torch.func.functional_call(ExpertsModule(self.table.experts), named, (run, replicas))
         if needs_grad and (settings.releases_replicas or is_in_turns):
             assert isinstance(y, Tensor)
-            y = before_backward(y, self._prepare_backward)
+            y = before_backward(y, self._prepare_backward, _OPERATION)
         # The last layer's backward runs next: keep its replicas. A recomputation is followed by its backward.
         if settings.releases_replicas and not (needs_grad and (next_layer is None or is_recomputed)):
             self.replicas.release()
@@ -419,3 +427,49 @@ class ReplicaCall:
         if wait:
             work.wait()
         return self._placed.wait_for_link
+
+
+class PlacedDispatcher(Collectives):
+    """Dispatches tokens by collectives to owners and replicas, while replica weights are in flight.
+
+    A pair's slot (example in `expert_table`) also determines the rank that adds it to its partial sum, so results
+    depend on the placement only by rounding. Predicted replicas of the next layer are sent while this layer's experts
+    compute, on-demand replicas together with this layer's rows.
+    """
+
+    compiles = False
+
+    def __init__(self, placed: PlacedExperts, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._placed = placed
+
+    def exchange_metadata(
+        self, routed: Routed, calls: ExpertCalls, by_node: bool = True, weight_N: Tensor | None = None
+    ) -> CountedBatch:
+        placed = self._placed
+        placed.begin_once(active_recorder())
+        with part_span("permute"):
+            # Without padding: rows are split by their counts. Predictions use training steps only.
+            training = placed.table.experts.training and not is_recomputing()
+            layout = placed.split_rows(routed.layout.exact(), training)
+        refusal = placed.replicas.why_unusable() or routed.refusal
+        return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
+
+    def exchange_counts(
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+    ) -> Exchange:
+        return super().exchange_counts(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
+
+    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        with without_selective_checkpoint():
+            counted = self.exchange_metadata(routed, self.find_expert_calls(self._placed.table.experts))
+            return self._placed.call(partial(self.send_through_experts, counted, shared=routed.shared))
+
+    def can_chunk(self, experts: ChunkExperts) -> bool:
+        # In a step with a plan, all layers follow the plan.
+        return self._placed.timing is ReplicaTiming.IN_TURNS or super().can_chunk(experts)
+
+    def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
+        if self._placed.table.is_read_early(x_SM.dtype):
+            self._placed.wait_for_replicas()
+        return super().in_chunks(experts, x_SM)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe import hooks  # noqa: F401  it registers operators
 from fusedmoe.autograd import experts, gate, grouped, low_rank, order  # noqa: F401  they register the gradients
 from fusedmoe.autograd.order import order_operator
 from fusedmoe.kernels.layout import Layout, contiguous_layout

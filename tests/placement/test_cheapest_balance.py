@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fusedmoe.placement.balance import LEVELS, Balance, balance, cheapest_balance, exposed_s
+from fusedmoe.placement.balance import LEVELS, Balance, balance, cheapest_balance
 from fusedmoe.placement.placement import NodeLayout, Placement
-from fusedmoe.placement.traffic import PlacementCosts, layer_s
+from fusedmoe.placement.traffic import PlacementCosts, exposed_s, layer_s
 from tests.marks import slowly
 
 
@@ -49,7 +49,7 @@ def draw_skewed_layer(seed: int) -> tuple[Placement, np.ndarray, NodeLayout, int
 
 
 def layer_and_exposed_s(before: Placement, found: Balance, costs: PlacementCosts, hidden_s: float) -> float:
-    return layer_s(found.load, costs) + exposed_s(before, found, costs, hidden_s)
+    return layer_s(found.load, costs) + exposed_s(before, found.placement, found.node_layout, costs, hidden_s)
 
 
 @pytest.mark.parametrize("seeds", [range(40), *slowly(range(40, 500))], ids=str)

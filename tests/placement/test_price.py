@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import calibrate, exposed_gather_s, materialise
+from fusedmoe.placement.hecate import calibrate, materialise
 from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.traffic import (
     PlacementCosts,
     Transfer,
     exchange_s,
+    exposed_s,
     layer_s,
     placement_load,
     split_tokens,
@@ -139,7 +140,7 @@ def test_calibrate_reduces_time_or_keeps_placement(case, m):
     assert (after.extra_W() <= np.maximum(m, placement.extra_W())).all()
     if after != placement:
         before_s, after_s = (layer_s(placement_load(tokens_WE, one, node_layout), COSTS) for one in (placement, after))
-        assert after_s + exposed_gather_s(placement, after, node_layout, COSTS) < before_s
+        assert after_s + exposed_s(placement, after, node_layout, COSTS) < before_s
 
 
 def test_calibrate_adds_unpredicted_hot_expert():
@@ -161,5 +162,5 @@ def test_calibrate_adds_unpredicted_hot_expert():
 def test_gather_time_includes_backward():
     even, node_layout = Placement.even(4, 4), NodeLayout(4, 2)
     after = materialise(even, [9, 0, 0, 0], node_layout, 1, 1)
-    assert exposed_gather_s(even, after, node_layout, COSTS) == 2 * 100 / 10.0
-    assert exposed_gather_s(even, even, node_layout, COSTS) == 0.0
+    assert exposed_s(even, after, node_layout, COSTS) == 2 * 100 / 10.0
+    assert exposed_s(even, even, node_layout, COSTS) == 0.0
