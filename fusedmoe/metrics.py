@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -38,18 +38,6 @@ class LayerCounters(NamedTuple):
     ranks: int
 
 
-class ExposedTime(NamedTuple):
-    """Exposed communication of the recorded passes on this rank.
-
-    Attributes:
-        exposed_s: seconds in which communication ran and no layer computed, summed over layers.
-        passes_s: seconds from the start of the first layer's forward to the end of its backward.
-    """
-
-    exposed_s: float
-    passes_s: float
-
-
 class Collector:
     """Reduces the counters of layers over ranks. Construction and `collect` are collective.
 
@@ -57,7 +45,6 @@ class Collector:
         layers: by name, which becomes part of the keys.
         topology: the ranks to reduce over.
         flops_per_token, peak_flops: as for `Metrics`.
-        exposed: returns the exposed communication since the last collection, None if unknown.
     Raises:
         ConfigError: no layers, or only one of the two FLOP numbers, or one that is not positive.
         RankError: layers differ between ranks.
@@ -70,7 +57,6 @@ class Collector:
         *,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        exposed: Callable[[], ExposedTime | None] = lambda: None,
     ) -> None:
         if not layers:
             raise ConfigError("Metrics: the model has no MoE layers")
@@ -82,7 +68,7 @@ class Collector:
         sizes = {name: (layer.counters.experts, layer.ranks) for name, layer in layers.items()}
         # The sums of all layers are reduced as one tensor: layers must be equal on all ranks.
         topology.require_equal_facts({"layers": sizes}, "Metrics")
-        self._layers, self._topology, self._exposed = dict(layers), topology, exposed
+        self._layers, self._topology = dict(layers), topology
         self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
         self._since_s = time.perf_counter()
 
@@ -99,7 +85,7 @@ class Collector:
         if self._topology.size == 1:
             device = next(iter(self._layers.values())).counters.sums.device
         sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
-        exposed = self._exposed()
+        exposed = self.exposed()
         now_s = time.perf_counter()
         # Sums over ranks, with the number of ranks that have recorded exposed time.
         own = [now_s - self._since_s, *(exposed or (0.0, 0.0)), float(exposed is not None)]
@@ -110,6 +96,10 @@ class Collector:
         for layer in self._layers.values():
             layer.counters.sums.zero_()
         return self._values_by_name(every_sum, per_layer, per_expert)
+
+    def exposed(self) -> tuple[float, float] | None:
+        """Return the exposed communication since the last collection, as `ExposedSampler.exposed`; None if unknown."""
+        return None
 
     def _values_by_name(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
@@ -188,12 +178,14 @@ class Metrics(Collector):
             raise ConfigError("Metrics: a layer already has metrics: use them, or close() them first")
         number_layers(layers)
         watched = {name: _make_layer_counters(layer) for name, layer in self._named_layers.items()}
-        numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
-        super().__init__(watched, topology, exposed=lambda: self._exposed_sampler.exposed(), **numbers)
+        super().__init__(watched, topology, flops_per_token=flops_per_token, peak_flops=peak_flops)
         # Last: it hooks the model, and no error may follow.
         self._exposed_sampler = ExposedSampler(model, topology)
         for name, layer in self._named_layers.items():
             layer.load.counters = watched[name].counters
+
+    def exposed(self) -> tuple[float, float] | None:
+        return self._exposed_sampler.exposed()
 
     def close(self) -> None:
         self._exposed_sampler.close()
@@ -228,19 +220,20 @@ class ExposedSampler:
         for handle in self._hook_handles:
             handle.remove()
 
-    def exposed(self) -> ExposedTime | None:
-        """Return the exposed communication of the passes recorded since the last call; None if unrecorded.
+    def exposed(self) -> tuple[float, float] | None:
+        """Return two durations of the passes recorded since the last call; None if unrecorded.
 
-        Synchronizes with the device.
+        The seconds in which communication ran and no layer computed, summed over layers; and from the start of the
+        first layer's forward to the end of its backward. Synchronizes with the device.
         """
         if self._is_local:
-            return ExposedTime(0.0, 0.0)
+            return 0.0, 0.0
         if self._recorder is None or not self._recorded_modules:
             return None
         found = self._recorder.timeline()
         self._recorder.clear()
         self._recorded_modules.clear()
-        return ExposedTime(found.exposed_s(), found.duration_s)
+        return found.exposed_s(), found.duration_s
 
     def _begin(self, module: Any, _: Any) -> None:
         if torch.compiler.is_compiling():

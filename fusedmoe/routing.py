@@ -143,7 +143,9 @@ def read_vllm(
             that does not exist; `sequence_first` without `padded_to`.
     """
     joined = [_join_prompt(number, parts) for number, parts in enumerate(sequences)]
-    return _arrange_tokens(joined, tokens, moe_layers, padded_to, left, sequence_first)
+    return read_sglang(
+        joined, tokens, moe_layers=moe_layers, padded_to=padded_to, left=left, sequence_first=sequence_first
+    )
 
 
 def read_sglang(
@@ -174,33 +176,12 @@ def read_sglang(
                 )
             sequence = sequence.view(-1, *layers_and_k)
         shaped.append(sequence)
-    return _arrange_tokens(shaped, tokens, moe_layers, padded_to, left, sequence_first)
-
-
-def _join_prompt(number: int, parts: Any) -> Tensor:
-    prompt, generated = (part if isinstance(part, Tensor) else torch.as_tensor(part, device="cpu") for part in parts)
-    if prompt.dim() != 3 or generated.dim() != 3 or prompt.shape[1:] != generated.shape[1:]:
-        raise ConfigError(
-            f"routing: of sequence {number} prompt and generated tokens must be [P, L, K] and [G, L, K], got "
-            f"{list(prompt.shape)} and {list(generated.shape)}"
-        )
-    return torch.cat([prompt, generated])
-
-
-def _arrange_tokens(
-    sequences: Sequence[Tensor],
-    tokens: Sequence[int],
-    moe_layers: Sequence[int] | None,
-    padded_to: int | None,
-    left: bool,
-    sequence_first: bool,
-) -> list[Tensor]:
     if len(sequences) != len(tokens) or not len(tokens):
         raise ConfigError(f"routing: {len(sequences)} sequences, but {len(tokens)} entries in tokens")
     if sequence_first and padded_to is None:
         raise ConfigError("routing: packed sequences have no batch, so sequence_first needs padded_to")
-    shape, rows = sequences[0].shape[1:], []
-    for number, (sequence, count) in enumerate(zip(sequences, tokens, strict=True)):
+    shape, rows = shaped[0].shape[1:], []
+    for number, (sequence, count) in enumerate(zip(shaped, tokens, strict=True)):
         if sequence.dim() != 3 or sequence.shape[1:] != shape or sequence.is_floating_point():
             raise ConfigError(
                 f"routing: sequence {number} must be integers [tokens, L, K] = [·, {', '.join(map(str, shape))}] as "
@@ -223,6 +204,16 @@ def _arrange_tokens(
         if not 0 <= layer < expert_TLK.shape[1]:
             raise ConfigError(f"routing: there is no layer {layer} among the {expert_TLK.shape[1]} that were read")
     return [expert_TLK[:, layer].contiguous() for layer in numbers]
+
+
+def _join_prompt(number: int, parts: Any) -> Tensor:
+    prompt, generated = (part if isinstance(part, Tensor) else torch.as_tensor(part, device="cpu") for part in parts)
+    if prompt.dim() != 3 or generated.dim() != 3 or prompt.shape[1:] != generated.shape[1:]:
+        raise ConfigError(
+            f"routing: of sequence {number} prompt and generated tokens must be [P, L, K] and [G, L, K], got "
+            f"{list(prompt.shape)} and {list(generated.shape)}"
+        )
+    return torch.cat([prompt, generated])
 
 
 def _choices_by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:

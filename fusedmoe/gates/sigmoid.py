@@ -68,7 +68,6 @@ class DeepSeekV3(RouterGate):
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
-    has_packed_loss: ClassVar[bool] = True
     bias_E: Tensor
 
     def __init__(
@@ -203,7 +202,7 @@ def read_cu_seqlens(gate: Gate, cu_seqlens: Any, x: Tensor) -> Packing:
             values. On CUDA and in a graph a device-side assertion checks the values.
     """
     tokens, name = x.shape[:-1].numel(), type(gate).__name__
-    if not gate.has_packed_loss or not trait_applies(type(gate), "has_packed_loss", ("forward", "route", "choose")):
+    if not trait_applies(type(gate), "choose_packed", ("forward", "route", "choose")):
         raise ConfigError(f"MoELayer got cu_seqlens, but its {name} gate has no loss per sequence; use DeepSeekV3")
     if gate.loss_sequence is not None:
         raise ConfigError(

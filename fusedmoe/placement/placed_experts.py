@@ -40,13 +40,13 @@ from fusedmoe.placement.expert_table import ExpertTable, sort_by_slot, sum_over_
 from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.replicas import (
+    AttachTables,
     GradientRoute,
+    ReceiveGradients,
     RecordContext,
     Replicas,
     ReplicaTiming,
     SendGradients,
-    attach_tables,
-    receive_gradients,
     send_accumulated,
 )
 from fusedmoe.placement.traffic import Transfer, split_tokens
@@ -227,7 +227,7 @@ class PlacedExperts:
         row_of_expert = {expert: row for row, expert in enumerate(self.table.local_experts[: self.table.num_owned])}
         parameters = self.table.parameters
         self._gradient_route = GradientRoute(row_of_expert, [parameter.requires_grad for parameter in parameters])
-        self._parameter_aliases = receive_gradients(parameters, self._gradient_route)
+        self._parameter_aliases = ReceiveGradients.apply(self._gradient_route, *parameters)
 
     def fetch(self) -> None:
         """Start fetching replicas unless already started. Collective."""
@@ -350,7 +350,7 @@ class PlacedExperts:
         versions = [tensor_version(parameter) for parameter in self.table.parameters]
         table = self.table
         send = partial(self._send_gradients, table.transfers, table.row_of_expert, table.num_owned, versions)
-        made = list(attach_tables(self._parameter_aliases, tables, self._gradient_route, send))
+        made = list(AttachTables.apply(self._gradient_route, send, list(tables), *self._parameter_aliases))
         needs_grad = any(self._gradient_route.needs_grad)
         return made, partial(self._send_by_plan, self._gradient_route, send) if needs_grad else None
 

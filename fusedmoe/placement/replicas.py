@@ -1,7 +1,7 @@
 """Replicas of one layer's experts on this rank: states (drawn in docs/life-of-a-replica.md), transfers and autograd.
 
 Forward maps owned parameters to the rank's tables; backward sends gradients to the owners. The backward of
-`attach_tables` sends replica gradients once the layer's backward is done. The backward of `receive_gradients` waits for
+`AttachTables` sends replica gradients once the layer's backward is done. The backward of `ReceiveGradients` waits for
 the gradients from other ranks and adds them to the owners' gradients. Its forward runs before the whole model, so its
 backward runs last, and the backward of other layers hides the transfers (Hecate, section 4.1). Gradient hooks and
 `.grad` see complete gradients.
@@ -198,7 +198,7 @@ SendGradients = Callable[[Sequence[Tensor]], SparseWork]
 class GradientRoute:
     """Transfers of the replica gradients of one forward pass.
 
-    `attach_tables` starts the transfers in backward, `receive_gradients` waits for them. `row_of_expert`: row of each
+    `AttachTables` starts the transfers in backward, `ReceiveGradients` waits for them. `row_of_expert`: row of each
     owned expert in the parameters. `is_sent`: a task of a plan has sent the gradients; autograd must not send them
     again.
     """
@@ -211,23 +211,6 @@ class GradientRoute:
         work = send(grads)
         self.works.append(work)
         return work
-
-
-def receive_gradients(parameters: Sequence[Tensor], route: GradientRoute) -> tuple[Tensor, ...]:
-    """Return aliases of the parameters. Backward waits for the gradients of their replicas and adds them."""
-    return _ReceiveGradients.apply(route, *parameters)
-
-
-def attach_tables(
-    parameters: Sequence[Tensor], tables: Sequence[Tensor], route: GradientRoute, send: SendGradients
-) -> tuple[Tensor, ...]:
-    """Return the tables with the parameters as their inputs in the autograd graph.
-
-    Args:
-        parameters: [owned, ...], outputs of `receive_gradients`.
-        tables: [rows, ...], for each parameter the owned rows, then the replica rows.
-    """
-    return _AttachTables.apply(route, send, list(tables), *parameters)
 
 
 def send_accumulated(
@@ -255,7 +238,12 @@ def send_accumulated(
     return send([torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in filled])
 
 
-class _AttachTables(Function):
+class AttachTables(Function):
+    """Returns the tables with the parameters as their inputs in the autograd graph.
+
+    `parameters`: [owned, ...], outputs of `ReceiveGradients`. `tables`: [rows, ...], owned rows, then replica rows.
+    """
+
     operation = "experts with replicas (placement='fssdp')"
 
     @staticmethod
@@ -277,7 +265,9 @@ class _AttachTables(Function):
         return None, None, None, *(None if grad is None else grad[:rows] for grad, rows in owned)
 
 
-class _ReceiveGradients(Function):
+class ReceiveGradients(Function):
+    """Returns aliases of the parameters. Backward waits for the gradients of their replicas and adds them."""
+
     operation = "gradients of experts' replicas (placement='fssdp')"
 
     @staticmethod
