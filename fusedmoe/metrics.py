@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -288,12 +288,6 @@ def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> d
     if terms["tokens"]:
         metrics["aux_loss"] = terms["aux_loss"] / terms["tokens"]
     return {key: float(value) for key, value in metrics.items()}
-
-
-class Sink(Protocol):
-    """Writes collected metrics; used on one rank, because all ranks collect the same values."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None: ...
 
 
 @contextmanager

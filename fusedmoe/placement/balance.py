@@ -38,7 +38,6 @@ from fusedmoe.placement.traffic import (
     exposed_s,
     gather_transfers,
     layer_s,
-    require_token_counts,
 )
 
 #: Levels (maximum over mean of the rows per rank) that `cheapest_balance` tries. Higher levels move fewer rows.
@@ -332,7 +331,14 @@ def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Place
 
 
 def _validate_counts(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int) -> NDArray[np.int64]:
-    tokens_WE = require_token_counts("balance", tokens_WE, placement, node_layout)
+    tokens_WE = np.asarray(tokens_WE)
+    if tokens_WE.shape != (node_layout.num_ranks, placement.experts) or placement.num_ranks != node_layout.num_ranks:
+        raise ConfigError(
+            f"balance: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.num_ranks} "
+            f"ranks, and {node_layout.num_ranks} ranks in nodes"
+        )
+    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
+        raise ConfigError("balance: tokens are counted in integers of 0 or more")
     if tokens_WE.sum(dtype=np.float64) >= 2**31:
         raise ConfigError("balance: tokens must be less than 2³¹ in all")
     if m < 0:

@@ -31,7 +31,6 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, CountedBatch
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, is_recomputing
 from fusedmoe.engine.recomputation import without_selective_checkpoint
-from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts, ExpertsModule
 from fusedmoe.kernels.derivatives import before_backward, require_no_tangent
 from fusedmoe.kernels.layout import Layout
@@ -152,13 +151,8 @@ class PlacedExperts:
         return self.settings.transport is not None
 
     def set_placement(self, placement: Placement) -> None:
-        """Set the placement of the next forward passes, which fetch its replicas.
-
-        Raises:
-            ConfigError: the placement has different owners.
-        """
-        if placement.sharding != self.table.sharding:
-            raise ConfigError("a layer's owners change with reshard(), not with set_placement()")
+        """Set the placement, with the same owners, of the next forward passes, which fetch its replicas."""
+        assert placement.sharding == self.table.sharding, "owners change by reshard()"
         self.replicas.invalidate()
         self._set_placement(placement)
 

@@ -33,13 +33,9 @@ class Transfer(NamedTuple):
 def gather_transfers(before: Placement, after: Placement, node_layout: NodeLayout) -> tuple[Transfer, ...]:
     """Return the transfers of a SparseAllGather from `before` to `after`, sorted by step, expert and source.
 
-    Raises `ConfigError` if `after` lacks a replica in `before`, or has different owners or ranks.
+    `after` has the replicas of `before`, and maybe more.
     """
-    if not before.is_within(after) or before.num_ranks != node_layout.num_ranks:
-        raise ConfigError(
-            "sparse all-gather: what is there before must be there after, with the same owners on the same ranks: "
-            f"{before} is not within {after}".replace("\n", "; ")
-        )
+    assert before.is_within(after)
     transfers: list[Transfer] = []
     # Experts received from other nodes, to spread them over the links of a node's ranks.
     arrived_W = [0] * node_layout.num_ranks
@@ -114,20 +110,6 @@ def link_bytes(transfers: Iterable[Transfer], node_layout: NodeLayout, expert_by
     return counts
 
 
-def require_token_counts(
-    operation: str, tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout
-) -> NDArray[np.integer]:
-    tokens_WE = np.asarray(tokens_WE)
-    if tokens_WE.shape != (node_layout.num_ranks, placement.experts) or placement.num_ranks != node_layout.num_ranks:
-        raise ConfigError(
-            f"{operation}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.num_ranks} "
-            f"ranks, and {node_layout.num_ranks} ranks in nodes"
-        )
-    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
-        raise ConfigError(f"{operation}: tokens are counted in integers of 0 or more")
-    return tokens_WE
-
-
 def split_tokens(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout) -> NDArray[np.int64]:
     """Split the tokens of each rank and expert, [W, E] integers, over the expert's holders (Hecate, section 4.4).
 
@@ -135,10 +117,9 @@ def split_tokens(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLa
     there are none, over all holders. Remainders are assigned round-robin: summed over ranks with the same choice of
     holders, holders differ by at most one token.
 
-    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V. Raises `ConfigError` for invalid sizes or
-    counts.
+    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V.
     """
-    tokens_WE = require_token_counts("dispatch", tokens_WE, placement, node_layout).astype(np.int64)
+    tokens_WE = np.asarray(tokens_WE, dtype=np.int64)
     holds_EW = placement.holds_EW
     node_W = node_layout.node_W
     beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
