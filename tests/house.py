@@ -26,7 +26,7 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 2950,
+    ".": 2944,
     "autograd": 2336,
     "blocks": 2792,
     "cli": 5093,
@@ -36,11 +36,11 @@ BUDGETS = {
     "experts": 1473,
     "gates": 1615,
     "graph": 3347,
-    "hf": 1757,
+    "hf": 1752,
     "kernels": 9215,
     "layers": 2515,
     "models": 1675,
-    "placement": 3869,
+    "placement": 3815,
     "runtime": 1593,
     "schedule": 6522,
     "training": 5887,
