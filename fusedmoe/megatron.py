@@ -13,10 +13,9 @@ sorted by expert, R received tokens, S tokens or received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.versions import version_error
+from fusedmoe.compat import require_version
 
-if (error := version_error("megatron-core", "0.16", "0.20", "fusedmoe.megatron")) is not None:
-    raise error
+require_version("megatron-core", "0.16", "0.20", "fusedmoe.megatron")
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -15,10 +15,9 @@ received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.versions import version_error
+from fusedmoe.compat import require_version
 
-if (error := version_error("torchtitan", "0.3", "0.4", "fusedmoe.titan")) is not None:
-    raise error
+require_version("torchtitan", "0.3", "0.4", "fusedmoe.titan")
 
 import warnings
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from fusedmoe import PipelinedBlocks, Schedule, Topology, autograd
 from fusedmoe.autograd.experts import WeightParts, experts_in_parts
-from fusedmoe.autograd.grouped import clamped_swiglu
+from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
 from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.comm import make_all_to_all
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, JoinedExperts
@@ -200,12 +199,12 @@ class FusedGptOssExperts(GptOssGroupedExperts):
     def _compute(self, parameters: Sequence[Tensor], x_SD: Tensor, layout: Layout, score_N: Tensor | None) -> Tensor:
         shards = _tensor_parallel_ranks(self)
         up_EGD, up_bias_EG, down_EDF, down_bias_ED = (parameter.to(x_SD.dtype) for parameter in parameters)
-        h_NG = autograd.grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
+        h_NG = grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
         a_NF = clamped_swiglu(h_NG, limit=self.swiglu_limit)
         if shards > 1:
             # Each rank adds 1/shards of the bias, with the gradient of the whole bias.
             down_bias_ED = down_bias_ED + (down_bias_ED / shards - down_bias_ED).detach()
-        rows_ND = autograd.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
+        rows_ND = grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
         assert score_N is not None
         return autograd.unpermute((rows_ND * score_N[:, None]).to(x_SD.dtype), layout)
 

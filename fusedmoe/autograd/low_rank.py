@@ -274,7 +274,7 @@ def low_rank_linear(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """Compute `fusedmoe.autograd.grouped_linear` with W + scale·B·A in place of a frozen W, without forming the sum.
+    """Compute `grouped_linear` with W + scale·B·A in place of a frozen W, without forming the sum.
 
     Args:
         adapter: A [E, r, K] and B [E, O, r] in the rows' dtype, independent of `transposed`.

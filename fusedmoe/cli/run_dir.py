@@ -21,7 +21,6 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import dump_with_digest, parse_json, read_text, write_text
-from fusedmoe.metrics import JsonLines
 
 #: Steps between gatherings of loads: a killed job loses at most this many steps of the log.
 GATHER_INTERVAL = 50
@@ -46,7 +45,8 @@ class RunDir:
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
 
     def write_metrics(self, step: int, record: dict[str, Any]) -> None:
-        JsonLines(self.metrics).write(step, record)
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **record}) + "\n")
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:

@@ -32,7 +32,6 @@ from fusedmoe.schedule import (
     Plan,
     StepCosts,
     Workload,
-    makespan,
     step_plan,
     three_queues,
 )
@@ -41,7 +40,7 @@ from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
-from fusedmoe.schedule.simulate import ROUNDING, simulate
+from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
 from fusedmoe.schedule.step import one_pass
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, chunk_times, pass_bound_s
 from fusedmoe.schedule.task import PHASES

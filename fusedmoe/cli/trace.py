@@ -22,10 +22,11 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.schedule import POLICIES, Plan, StepCosts, draw, makespan, simulate
+from fusedmoe.schedule import POLICIES, Plan, StepCosts, draw, simulate
 from fusedmoe.schedule.draw import MAX_TIMELINES
 from fusedmoe.schedule.machines import measured_spread
 from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import TaskKind
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
 

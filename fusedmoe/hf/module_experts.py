@@ -20,7 +20,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from fusedmoe import Topology, autograd
 from fusedmoe.autograd.checks import require_values
-from fusedmoe.autograd.grouped import clamped_swiglu
+from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
 from fusedmoe.autograd.low_rank import low_rank_experts, low_rank_linear
 from fusedmoe.autograd.order import take_pairs
 from fusedmoe.compat.transformers import apply_gate, gate_of, has_default_gate, implementation_of, is_expert_parallel
@@ -308,7 +308,7 @@ def _linear(
     # The operator expects [E, in, out] and treats [E, out, in] as transposed.
     transposed = not experts.is_transposed
     if adapter is None:
-        return autograd.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
+        return grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
     return low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
 
 

@@ -2,7 +2,6 @@
 
 | format | a row of M elements on the wire | bytes | error of an element |
 |---|---|---|---|
-| bf16 | M bfloat16 | 2·M | relative 2⁻⁹ |
 | fp8 | M e4m3, then their float32 scale: one row of uint8 | M + 4 | relative 2⁻⁴, or 2⁻¹⁰ scales |
 
 An fp8 row is x / scale with scale = max|x| / 448, the e4m3 maximum. Rounds to nearest even. Non-finite elements are
@@ -24,15 +23,6 @@ E4M3_MAX = 448.0
 # Keeps a scale nonzero and its inverse finite.
 SCALE_MIN = 2.0**-126
 SCALE_BYTES = 4
-
-
-def pack_bf16(rows_NM: Tensor) -> Tensor:
-    """[n, M] floating point -> [n, M] bfloat16."""
-    if uses_triton(rows_NM):
-        from fusedmoe.kernels.triton import wire
-
-        return wire.pack_bf16(rows_NM)
-    return rows_NM.to(torch.bfloat16)
 
 
 def pack_fp8(rows_NM: Tensor) -> Tensor:

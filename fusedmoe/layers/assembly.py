@@ -164,7 +164,7 @@ def make_dispatcher(
         return Local()
     made: Collectives
     if placed is not None:
-        from fusedmoe.placement.placed_dispatcher import PlacedDispatcher
+        from fusedmoe.placement.placed_experts import PlacedDispatcher
 
         made = PlacedDispatcher(placed, topology, all_to_all, plans.find_plans, hooks)
     elif plans.puts:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from fusedmoe.compat.torch import is_profiler_active
-from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.derivatives import before_backward
 from fusedmoe.schedule.timeline import Span, Timeline, require_known
 
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -113,24 +113,8 @@ def record_operation(
     # The backward pass reaches the callback on the output first, and the callback on the input last.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
-        y = operation(_BackwardCallback.apply(x, lambda: back.__exit__(None, None, None)))
-        return _BackwardCallback.apply(y, lambda: back.__enter__())
-
-
-class _BackwardCallback(Function):
-    """Identity that calls `action` in the backward pass."""
-
-    operation, double_backward = "a recorded part", True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.action()
-        return gradients[0], None
+        y = operation(before_backward(x, lambda: back.__exit__(None, None, None), "a recorded part"))
+        return before_backward(y, lambda: back.__enter__(), "a recorded part")
 
 
 class Recorder:

@@ -19,7 +19,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.measure import CostMeasurement, MeasurementState
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_in
-from fusedmoe.placement.replica_state import ReplicaTiming
+from fusedmoe.placement.replicas import ReplicaTiming
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import ProgressBar

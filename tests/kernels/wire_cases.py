@@ -7,12 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from fusedmoe.hooks import unpack_bf16
 from fusedmoe.kernels.wire import (
     SCALE_BYTES,
     define_pack_fp8,
     define_unpack_fp8,
-    pack_bf16,
     pack_fp8,
     unpack_fp8,
 )
@@ -71,12 +69,3 @@ def _unsigned_nan(packed: Tensor) -> Tensor:
     codes = packed[:, :-SCALE_BYTES]
     codes[codes == 0xFF] = 0x7F
     return packed
-
-
-def check_bf16(rows_NM: Tensor) -> None:
-    packed = pack_bf16(rows_NM)
-    expected = rows_NM.to(torch.bfloat16)
-    assert packed.dtype == torch.bfloat16 and torch.equal(packed.isnan(), expected.isnan())
-    known = ~expected.isnan()
-    assert torch.equal(packed.view(torch.int16)[known], expected.view(torch.int16)[known])
-    assert torch.equal(unpack_bf16(packed, rows_NM.dtype)[known], expected.to(rows_NM.dtype)[known])

@@ -92,14 +92,6 @@ def unpack_fp8_kernel(packed_ptr, out_ptr, M, AS_BF16: tl.constexpr, BLOCK: tl.c
     tl.store(out_ptr + n * M + column, value, mask=column < M)
 
 
-@jit
-def pack_bf16_kernel(x_ptr, out_ptr, M, stride, BLOCK: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + n * stride + column, mask=column < M, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n * M + column, _bf16_bits(x), mask=column < M)
-
-
 def pack_fp8(rows_NM: Tensor) -> Tensor:
     rows_NM = rows_NM if rows_NM.stride(1) == 1 else rows_NM.contiguous()
     rows, dim = rows_NM.shape
@@ -119,18 +111,6 @@ def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
         written = out_NM.view(torch.int16) if half else out_NM
         grid = (rows, triton.cdiv(dim, block))
         unpack_fp8_kernel[grid](packed, written, dim, AS_BF16=half, BLOCK=block, **launch_options(dim))
-    return out_NM
-
-
-def pack_bf16(rows_NM: Tensor) -> Tensor:
-    rows_NM = rows_NM if rows_NM.stride(1) == 1 else rows_NM.contiguous()
-    rows, dim = rows_NM.shape
-    out_NM = rows_NM.new_empty((rows, dim), dtype=torch.bfloat16)
-    if out_NM.numel():
-        block = columns(dim)
-        grid = (rows, triton.cdiv(dim, block))
-        written = out_NM.view(torch.int16)
-        pack_bf16_kernel[grid](rows_NM, written, dim, rows_NM.stride(0), BLOCK=block, **launch_options(dim))
     return out_NM
 
 

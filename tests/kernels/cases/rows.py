@@ -150,11 +150,9 @@ def _of_wire_formats() -> list[AotCase]:
             pack = {**of_rows, "out_ptr": torch.uint8, **wire.pack_constants(dim)}
             out = torch.int16 if half else dtype
             unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "AS_BF16": half, "BLOCK": block}
-            round_off = {**of_rows, "out_ptr": torch.int16, "BLOCK": block}
             kernels = (
                 ("pack fp8", wire.pack_fp8_kernel, pack),
                 ("unpack fp8", wire.unpack_fp8_kernel, unpack),
-                ("pack bf16", wire.pack_bf16_kernel, round_off),
             )
             for name, kernel, arguments in kernels:
                 quick, rare = half and dim == 7168, dim not in (100, 7168)
