@@ -112,12 +112,10 @@ def load_checkpoint(
     value by more than rounding (1e300 to float32, 300 to uint8, 2.7 to int64) is an error. Tensors in `extra` are on
     the CPU.
 
-    Formats 1 and 2 contain pickles; convert them with `fusedmoe convert-checkpoint OLD NEW`.
-
     Args:
         optimizer: of the same kind as at the save. None skips the optimizer state in the checkpoint.
     Raises:
-        ConfigError: no checkpoint at `path`; it is damaged or of an earlier format; its values do not fit the model's
+        ConfigError: no checkpoint at `path`; it is damaged or of a later format; its values do not fit the model's
             dtypes; model or optimizer differ; or it was replaced while it was loaded.
         RankError: loading failed on some ranks, or ranks read different checkpoints.
     """

@@ -38,9 +38,6 @@ from fusedmoe.training.plain_values import EncodedValue, encode_value, require_s
 from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import RowShard
 
-#: File name of the index in formats 1 and 2.
-EARLIER_INDEX = ".metadata"
-
 
 def resolve_links(path: Path) -> Path:
     return Path(os.path.realpath(path))
@@ -78,7 +75,7 @@ def sibling_path(path: Path, suffix: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / INDEX).is_file() or (path / EARLIER_INDEX).is_file()
+    return (path / INDEX).is_file()
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -18,10 +18,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint_folder import find_checkpoint, local_tensor, require_writable
 from fusedmoe.training.checkpoint_index import (
     DAMAGE_FIX,
-    INDEX,
     FilePart,
     damage_error,
-    end_offsets,
     read_index,
     require_intact,
     stored_digest,
@@ -51,18 +49,13 @@ class CheckpointReader:
         metadata: entries by key, as in torch.distributed.checkpoint.
         digest: digest of the index, unique to each save.
     Raises:
-        ConfigError: no checkpoint at `path`, an earlier or later format, or a damaged checkpoint.
+        ConfigError: no checkpoint at `path`, a later format, or a damaged checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         folder = find_checkpoint(path)
         if folder is None:
             raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save that all ranks can access")
-        if not (folder / INDEX).is_file():
-            raise ConfigError(
-                f"the checkpoint {path} has an earlier format, which contains pickles. Convert it: fusedmoe "
-                f"convert-checkpoint {path} NEW"
-            )
         self._path, self._folder = path, folder
         index = read_index(path, folder)
         self.metadata, self.digest, self._written = index.metadata, index.digest, index.written
@@ -206,13 +199,18 @@ class CheckpointReader:
                 yield opened
 
     def _check_sizes(self) -> None:
-        for name, end in end_offsets(self._path, (file_part[:3] for file_part in self._written.all())).items():
+        damaged = f"the checkpoint {self._path} is damaged:"
+        ends: dict[str, int] = {}
+        for file_part in sorted(self._written.all()):
+            # Parts that share bytes would let a small file fill any amount of memory.
+            if file_part.offset < ends.get(file_part.file, 0):
+                raise ConfigError(f"{damaged} two parts overlap in {file_part.file}. {DAMAGE_FIX}")
+            ends[file_part.file] = file_part.offset + file_part.length
+        for name, end in ends.items():
             file = self._folder / name
             size = file.stat().st_size if file.is_file() else 0
             if size != end:
-                raise ConfigError(
-                    f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {DAMAGE_FIX}"
-                )
+                raise ConfigError(f"{damaged} {name} has {size} bytes of {end}. {DAMAGE_FIX}")
 
 
 class PlainPlanner(DefaultLoadPlanner):
