@@ -27,8 +27,7 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
 from fusedmoe.training.checkpoint_folder import local_tensor, require_writable
-from fusedmoe.training.checkpoint_reader import PlainPlanner
-from fusedmoe.training.lossless_conversion import require_convertible, require_lossless
+from fusedmoe.training.checkpoint_reader import PlainPlanner, item_elements, require_convertible, require_lossless
 from fusedmoe.training.optimizer_state import GROUPS
 from fusedmoe.training.plain_values import unpack_value
 from fusedmoe.training.survival.node_memory import NodeMemory
@@ -310,17 +309,17 @@ class StateReader:
             ConfigError, RankError: a target cannot be written, or a value does not fit its dtype in `target_dtypes`; no
                 tensor was modified.
         """
-        planner = PlainPlanner()
-        items: list[Any] = []
+        planners: list[PlainPlanner] = []
 
         def plan() -> None:
             for key, target in targets.items():
                 if isinstance(target, Tensor):
                     require_writable(local_tensor(target), f"restoring from memory: {key}")
-            planner.set_up_planner(targets, self.metadata, True)
-            items.extend(planner.finish_plan(planner.create_local_plan()).items)
+            planners.append(PlainPlanner(targets, self.metadata))
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
+        (planner,) = planners
+        items = planner.items
         fetched = self._fetch_parts(list(dict.fromkeys(map(_part_key, items))))
         tensors = [(item, self._read_value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
 
@@ -337,17 +336,12 @@ class StateReader:
             if item.type is LoadItemType.BYTE_IO:
                 targets[item.dest_index.fqn] = unpack_value(fetched[_part_key(item)])
         for item, value in tensors:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(value)
-            planner.commit_tensor(item, target)
+            planner.copy(item, value)
 
     def _read_value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
         part = self._state.parts[_part_key(item)][0].part
         assert part.size is not None
-        value = fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size)
-        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            value = value.narrow(dim, offset, length)
-        return value
+        return item_elements(item, fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size))
 
     def _fetch_parts(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
         world, parts = self._topology.world, self._state.parts
