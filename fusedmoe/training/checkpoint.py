@@ -7,11 +7,9 @@ name in the single-rank model. Ranks write disjoint parts in parallel. Loading u
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,27 +30,11 @@ from fusedmoe.training.replicated_parameters import local_part
 from fusedmoe.training.shard_spec import ShardSpecs, expert_number_names, is_writer, plain_name, shard_specs
 
 _MODEL = "model."
-
 EXTRA, ABOUT = "extra", "fusedmoe"
-# Attempts to load while other jobs replace the checkpoint.
-_MAX_ATTEMPTS = 3
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+# PyTorch's key of extra state.
+_EXTRA_STATE = "_extra_state"
 
 
-# DTensor creates host-side tensors on the default device.
-def _with_cpu_default(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-
-    @wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
-
-    return run
-
-
-@_with_cpu_default
 @torch.no_grad()
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -72,15 +54,8 @@ def save_checkpoint(
             activation checkpoints) in their names.
         optimizer: one whose state consists of plain values and tensors shaped like the parameters (AdamW, SGD, …), a
             `PerMatrix`, or a list of optimizers. None saves no optimizer state.
-        extra: additional state (step, scheduler, random generators) of rank 0, restored with its types. Supported
-            classes, without subclasses:
-
-            - None, bool, int, float, str, bytes, and paths of this system (`pathlib.Path`);
-            - date, timedelta, and datetime without a time zone or with a fixed offset;
-            - dense Tensor and Parameter, torch.Size, torch.device, and torch.dtype if tensors of it can be stored;
-            - NumPy arrays of booleans, numbers (including complex), times, bytes and text; scalars except bytes and
-              text;
-            - list, tuple, set, frozenset, dict, OrderedDict and Counter of these, nested at most 100 levels deep.
+        extra: additional state (step, scheduler, random generators) of rank 0, restored with its types: plain values,
+            dates, tensors, NumPy arrays and containers of these, listed in the guide ("Values in a checkpoint").
 
     Raises:
         ConfigError: `path` exists and is not a checkpoint; the state cannot be resharded or contains an unsupported
@@ -90,17 +65,17 @@ def save_checkpoint(
     """
     path = Path(path)
     operation = f"saving checkpoint {path_of_first_rank(path, topology, 'saving a checkpoint', must_agree=True)}"
-    state = ModelState(model, optimizer, topology, operation)
 
     def entries() -> dict[str, Any]:
         require_extra(extra, operation)
         own = {EXTRA: {} if extra is None else extra, ABOUT: state.about()} if topology.is_first else {}
         return state.entries() | own
 
-    write_folder(path, entries, topology, operation)
+    with torch.device("cpu"):  # DTensor creates host-side tensors on the default device
+        state = ModelState(model, optimizer, topology, operation)
+        write_folder(path, entries, topology, operation)
 
 
-@_with_cpu_default
 @torch.no_grad()
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, topology: Topology
@@ -121,11 +96,13 @@ def load_checkpoint(
     """
     path = Path(path)
     operation = f"loading checkpoint {path_of_first_rank(path, topology, 'loading a checkpoint')}"
-    state = ModelState(model, optimizer, topology, operation)
-    for attempt in range(_MAX_ATTEMPTS):
-        extra = _load(path, state, optimizer is not None, topology, operation, attempt == _MAX_ATTEMPTS - 1)
-        if extra is not None:
-            return extra
+    with torch.device("cpu"):  # as in `save_checkpoint`
+        state = ModelState(model, optimizer, topology, operation)
+        # Three attempts while other jobs replace the checkpoint.
+        for is_last in (False, False, True):
+            extra = _load(path, state, optimizer is not None, topology, operation, is_last)
+            if extra is not None:
+                return extra
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -295,15 +272,6 @@ class ModelState:
         self._model.load_state_dict(state)
         if self._optimizer is not None:
             self._optimizer.install(targets, metadata_values[GROUPS])
-
-
-class _WithExtraState(nn.Module):
-    def get_extra_state(self) -> None:
-        """Return None: defining this method adds an entry to the state dict."""
-
-
-# PyTorch's key of extra state.
-(_EXTRA_STATE,) = _WithExtraState().state_dict()
 
 
 def _is_extra_state(name: str) -> bool:

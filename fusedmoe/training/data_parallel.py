@@ -42,13 +42,13 @@ from fusedmoe.experts.networks import NAMED, experts_of
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, parameter_shardings
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
-from fusedmoe.training.repeated_sync import note_synchronised
 from fusedmoe.training.replicated_parameters import (
     MpLoss,
     broadcast,
     compare_replicas,
     gradient_divisor,
     list_replicas,
+    note_synchronised,
     propagate_nonfinite,
     reduce_gradients,
     replica_group,

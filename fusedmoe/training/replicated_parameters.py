@@ -1,22 +1,29 @@
-"""Parameter replicas: the ranks that hold each, and the reduction of their gradients in 32 MiB buckets."""
+"""Parameter replicas: the ranks that hold each, and the reduction of their gradients in 32 MiB buckets.
+
+A second reduction must not change reduced gradients. Reduction replaces n summands by their sum over a divisor d, and
+would turn the result `g`, equal on all replicas, into `g·n/d`. Therefore `g` is converted back to a summand `g·d/n`
+before a backward pass accumulates into it. For replicated parameters d = n; for experts d/n is the number of ranks that
+split them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.networks import NAMED
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, require_equal
-from fusedmoe.training.repeated_sync import restore_summand
 
 # Whether the losses of an MP group add up to its mean loss, or all are the mean loss.
 MpLoss = Literal["summands", "replicated"]
@@ -34,6 +41,10 @@ _GRADIENT_ERRORS = {
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # Number of replica comparisons so far, by model.
 _num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# By gradient: its version after synchronisation, and d/n.
+_synchronised: Any = WeakIdKeyDictionary()
+# Parameters with a hook that restores the summand.
+_hooked: Any = WeakIdKeyDictionary()
 _MISMATCH_FIXES = (
     "Call torch.manual_seed with the same seed on every rank before building the model, or "
     "fusedmoe.training.broadcast_parameters(model, topology) before the first step",
@@ -296,7 +307,46 @@ def _gradient_state(replica: Replica) -> int:
         return _NONE
     if gradient.layout != torch.strided:
         return _SPARSE
-    return _DENSE if restore_summand(replica.parameter) else _REWRITTEN
+    return _DENSE if _restore_summand(replica.parameter) else _REWRITTEN
+
+
+def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
+    """Record that a gradient is synchronised; `factor` = d/n converts it back to a summand."""
+    gradient = parameter.grad
+    if gradient is None or factor == 1:
+        return
+    _synchronised[gradient] = tensor_version(gradient), factor
+    if parameter.requires_grad and parameter not in _hooked:
+        _hooked[parameter] = True
+        own = ref(parameter)  # a strong reference in the hook would keep the parameter alive
+        parameter.register_hook(lambda _: _restore(own()))
+
+
+def note_scaled(gradient: Tensor) -> None:
+    """Record that a gradient was scaled equally on all ranks and remains synchronised."""
+    if gradient in _synchronised:
+        _synchronised[gradient] = tensor_version(gradient), _synchronised[gradient][1]
+
+
+def _restore_summand(parameter: nn.Parameter) -> bool:
+    """Convert a synchronised gradient that no backward pass has modified back to this rank's summand.
+
+    Return False if the gradient is nonzero and was written in place outside of a backward pass.
+    """
+    gradient = parameter.grad
+    if gradient is None or gradient not in _synchronised:
+        return True
+    if tensor_version(gradient) != _synchronised[gradient][0] and bool(gradient.any()):
+        return False
+    _restore(parameter)
+    return True
+
+
+@torch.no_grad()
+def _restore(parameter: Tensor | None) -> None:
+    gradient = None if parameter is None else parameter.grad
+    if gradient is not None and (noted := _synchronised.pop(gradient, None)) is not None:
+        gradient.mul_(noted[1])
 
 
 def _writable_gradient(replica: Replica) -> Tensor:
