@@ -70,10 +70,7 @@ def active_recorder() -> Recorder | None:
 
 def part_span(kind: str) -> AbstractContextManager[None]:
     """Return a context that records the forward of a part of a layer with the active recorder."""
-    recorder = None if torch.compiler.is_compiling() else _active.recorder
-    if recorder is None and not is_profiling():
-        return _NULL_CONTEXT
-    return span(recorder, kind, kind=kind, phase="forward")
+    return span(active_recorder(), kind, kind=kind, phase="forward")
 
 
 def record_with(recorder: Recorder | None) -> AbstractContextManager[None]:

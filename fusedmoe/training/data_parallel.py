@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -148,13 +148,11 @@ class SingleRank(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    @contextmanager
-    def join(self, *_: Any, **__: Any) -> Iterator[None]:
-        yield
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class DataParallel(WatchedDataParallel):
