@@ -70,8 +70,8 @@ class ProgressBar:
             left = ""
             if self._budget_s is not None:
                 left = f", at most {_format_duration(self._budget_s)} in all"
-            elif done >= _MIN_DONE_FRACTION * total:
-                left = f", {_format_duration((now - self._began_s) / done * (total - done))} left"
+            else:
+                left = _format_remaining(now - self._began_s, done, total)
             print(f"fusedmoe: {self._what}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
 
     def finish(self, done: str, suffix: str = "") -> None:
@@ -124,16 +124,15 @@ class LinePrinter(Display):
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._began_s: tuple[int, float] | None = None
+        self._began: tuple[int, float] | None = None
         self._next_s = 0.0
 
     def show_step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        now, left = time.monotonic(), ""
-        first, began_s = self._began_s = self._began_s or (done, now)
-        if done - first >= max(1.0, _MIN_DONE_FRACTION * (self._total - first)):
-            left = f", {_format_duration((now - began_s) / (done - first) * (self._total - done))} left"
+        now = time.monotonic()
+        first, began_s = self._began = self._began or (done, now)
         if now >= self._next_s or done == self._total:
             self._next_s = now + _LINE_INTERVAL_S
+            left = _format_remaining(now - began_s, done - first, self._total - first)
             self.show_message(f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}")
 
     def show_message(self, line: str) -> None:
@@ -167,6 +166,12 @@ class TrainingBar(Display):
 
     def show_message(self, line: str) -> None:
         self._progress.console.print(printable(line), markup=False, highlight=False)
+
+
+def _format_remaining(elapsed_s: float, done: float, total: float) -> str:
+    if not done or done < _MIN_DONE_FRACTION * total:
+        return ""
+    return f", {_format_duration(elapsed_s / done * (total - done))} left"
 
 
 def _format_duration(seconds: float) -> str:

@@ -27,7 +27,7 @@ from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizer_state import GROUPS, EntryFilter, OptimizerState
 from fusedmoe.training.plain_values import require_storable
 from fusedmoe.training.replicated_parameters import local_part
-from fusedmoe.training.shard_spec import ShardSpecs, expert_number_names, is_writer, plain_name, shard_specs
+from fusedmoe.training.shard_spec import expert_number_names, is_writer, plain_name, shard_specs
 
 _MODEL = "model."
 EXTRA, ABOUT = "extra", "fusedmoe"
@@ -181,7 +181,7 @@ class ModelState:
                 require_storable(local_part(tensor), f"rank {topology.rank}: {operation}: {_MODEL}{name}")
 
         on_all_ranks(topology.world, operation, check)
-        self._specs: ShardSpecs = shard_specs(model, tensors, topology, operation)
+        self._specs, self._remote_names = shard_specs(model, tensors, topology, operation)
         self._optimizer: OptimizerState | None = None
 
         def name_parameters() -> tuple[str | None, list[list[str]]]:
@@ -205,7 +205,7 @@ class ModelState:
     def entries(self, includes: EntryFilter = is_writer) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
-            spec = self._specs.own.get(name)
+            spec = self._specs.get(name)
             if includes(_MODEL + name, self._topology.world if spec is None else spec.group):
                 entries[_MODEL + name] = value if spec is None else spec.to_sharded(value)
         return (
@@ -222,14 +222,14 @@ class ModelState:
             for key, value in metadata.state_dict_metadata.items()
             if key.startswith(_MODEL)
         }
-        own = {name: spec.shape if (spec := self._specs.own.get(name)) else None for name in self._values}
+        own = {name: spec.shape if (spec := self._specs.get(name)) else None for name in self._values}
         both = [name for name in own if name in saved and saved[name] != own[name] and not _is_extra_state(name)]
         shapes = [
             f"{name} is {_describe_shape(saved[name])} in the checkpoint and {_describe_shape(own[name])} here"
             for name in both
         ]
         missing = [f"{name} is not in the checkpoint" for name in own if name not in saved]
-        unknown_names = saved.keys() - own.keys() - self._specs.remote_names
+        unknown_names = saved.keys() - own.keys() - self._remote_names
         unknown = [f"{name} is in the checkpoint only" for name in saved if name in unknown_names]
         messages = [*shapes[:2], *missing[:2], *unknown[:2]]
         if not messages:
@@ -251,7 +251,7 @@ class ModelState:
         """Return the tensor into which each entry is read, by key; None for a plain value."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
-            spec, saved = self._specs.own.get(name), metadata.state_dict_metadata[_MODEL + name]
+            spec, saved = self._specs.get(name), metadata.state_dict_metadata[_MODEL + name]
             targets[_MODEL + name] = None if spec is None else spec.to_sharded(value)
             if _is_extra_state(name):
                 targets[_MODEL + name] = None
@@ -266,7 +266,7 @@ class ModelState:
 
     def install(self, targets: dict[str, Any], metadata_values: dict[str, Any]) -> None:
         state = {
-            own: self._values[name] if name in self._specs.own and not _is_extra_state(name) else targets[_MODEL + name]
+            own: self._values[name] if name in self._specs and not _is_extra_state(name) else targets[_MODEL + name]
             for name, own in self._wrapped_names.items()
         }
         self._model.load_state_dict(state)

@@ -75,13 +75,12 @@ class FilePart(NamedTuple):
 
 
 class TensorPart(NamedTuple):
-    """Tensor part to write: key, offsets in the full tensor, sizes of the part, dtype, shape of the full tensor."""
+    """Tensor part to write: key, offsets in the full tensor, sizes of the part, dtype."""
 
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    full_shape: tuple[int, ...]
 
 
 @dataclass

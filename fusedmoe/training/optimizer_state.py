@@ -16,7 +16,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.split_optimizers import JoinedOptimizers, MatrixOptimizer, Optimizers, require_plain
 from fusedmoe.training.plain_values import encode_value, require_storable
 from fusedmoe.training.replicated_parameters import local_part
-from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
+from fusedmoe.training.shard_spec import ShardSpec, plain_name
 
 STATE = "optimizer.state."
 GROUPS = "optimizer.param_groups"
@@ -28,9 +28,11 @@ EntryFilter = Callable[[str, Group], bool]
 class OptimizerState:
     """Optimizer state of this rank's parameters, and the parameter names of each group."""
 
-    def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
+    def __init__(
+        self, optimizers: Optimizers, model: nn.Module, specs: dict[str, ShardSpec], topology: Topology
+    ) -> None:
         optimizer = JoinedOptimizers(optimizers)
-        self._optimizer, self._topology, self._shard_specs = optimizer, topology, specs.own
+        self._optimizer, self._topology, self._shard_specs = optimizer, topology, specs
         self.kind = optimizer.kind
         name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         packed = optimizer.state_dict()

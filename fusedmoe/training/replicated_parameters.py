@@ -145,6 +145,10 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def has_shared_elements(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
     """Broadcast each parameter and buffer from its first rank to all replicas. Collective.
 
@@ -257,10 +261,10 @@ def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bo
 
     Uses one all-reduce per group and one host synchronisation. Raises the errors of `reduce_gradients`.
     """
-    states = [_gradient_state(replica) for replica in replicas] + [int(bool(has_note))]
-    # The maxima over ranks of both flags are 1 if only some ranks have frozen a parameter.
-    trainable = [replica.parameter.requires_grad for replica in replicas] + [False]
-    frozen = [not each for each in trainable[:-1]] + [False]
+    # State, is trainable, is frozen. The maxima over ranks of both flags are 1 if only some ranks froze a parameter.
+    facts = [(_gradient_state(one), one.parameter.requires_grad, not one.parameter.requires_grad) for one in replicas]
+    facts.append((int(bool(has_note)), False, False))
+    states = [state for state, _, _ in facts]
     world = topology.world
     kinds: dict[tuple[int, ...], tuple[Group, list[int]]] = {} if has_note is None else {world.ranks: (world, [])}
     for i, replica in enumerate(replicas):
@@ -271,8 +275,7 @@ def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bo
         kinds[world.ranks][1].append(len(replicas))
     reduced = []
     for _, (group, members) in (in_order := sorted(kinds.items(), key=lambda kind: kind[0])):
-        own_N3 = [[states[i], trainable[i], frozen[i]] for i in members]
-        flags = torch.tensor(own_N3, dtype=torch.uint8, device=device_of(group))
+        flags = torch.tensor([facts[i] for i in members], dtype=torch.uint8, device=device_of(group))
         reduced.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
     if reduced:
         places = [(group, i) for _, (group, members) in in_order for i in members]
@@ -355,8 +358,7 @@ def _writable_gradient(replica: Replica) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     part = local_part(parameter.grad)
-    # Backward of `expand` returns overlapping elements.
-    if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
+    if has_shared_elements(part):  # as returned by the backward of `expand`
         parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         part = local_part(parameter.grad)
     return part

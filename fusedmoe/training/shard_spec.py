@@ -154,16 +154,13 @@ class ShardSpec:
         )
 
 
-@dataclass(eq=False)
-class ShardSpecs:
-    """Specs of this rank's tensors by name, and names of tensors that only other ranks have."""
-
-    own: dict[str, ShardSpec]
-    remote_names: set[str]
-
-
-def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> ShardSpecs:
+def shard_specs(
+    model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str
+) -> tuple[dict[str, ShardSpec], set[str]]:
     """Compute the specs of a model's tensors, given by plain name. Collective over all ranks.
+
+    Returns:
+        Specs of this rank's tensors by name, and names of tensors that only other ranks have.
 
     Raises:
         ConfigError, RankError: ranks hold different tensors, or a shard differs from torch.chunk's. The message names
@@ -175,15 +172,15 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
     numbers, unpadded = _row_numbers(model), _unpadded_sizes(model)
-    result = ShardSpecs({}, {name for on_rank in shapes.values() for name in on_rank} - split.keys())
+    specs: dict[str, ShardSpec] = {}
 
     def build() -> None:
         for name, tensor in tensors.items():
             known = shapes, topology, numbers.get(name), unpadded.get(name, {})
-            result.own[name] = _shard_spec(name, tensor, shardings.get(name, {}), *known)
+            specs[name] = _shard_spec(name, tensor, shardings.get(name, {}), *known)
 
     on_all_ranks(topology.world, operation, build)
-    return result
+    return specs, {name for on_rank in shapes.values() for name in on_rank} - split.keys()
 
 
 def is_writer(key: str, group: Group) -> bool:
