@@ -119,28 +119,25 @@ def _load(
     def compare() -> str | None:
         before = index_digest(path)
         try:
-            return compare_index()
+            folder = CheckpointReader(path)
+            opened.callback(folder.close)
+            folders.append(folder)
+            _raise_not_loaded(path, state.model_difference(folder.metadata))
+            keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
+            metadata_values.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
+            folder.check(metadata_values)
+            folder.read_values(metadata_values)
+            _raise_not_loaded(path, metadata_problem(metadata_values))
+            _raise_not_loaded(path, state.optimizer_difference(metadata_values))
+            targets.update(state.targets(folder.metadata))
+            folder.check(targets)
+            folder.check_conversions(targets, state.dtypes(targets))
+            folder.read_values(targets)
+            return folder.digest
         except Exception:
             if is_last or index_digest(path) == before:
                 raise
             return None
-
-    def compare_index() -> str:
-        folder = CheckpointReader(path)
-        opened.callback(folder.close)
-        folders.append(folder)
-        _raise_not_loaded(path, state.model_difference(folder.metadata))
-        keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
-        metadata_values.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
-        folder.check(metadata_values)
-        folder.read_values(metadata_values)
-        _raise_not_loaded(path, metadata_problem(metadata_values))
-        _raise_not_loaded(path, state.optimizer_difference(metadata_values))
-        targets.update(state.targets(folder.metadata))
-        folder.check(targets)
-        folder.check_conversions(targets, state.dtypes(targets))
-        folder.read_values(targets)
-        return folder.digest
 
     with opened:
         digests = on_all_ranks(topology.world, operation, compare)
@@ -193,7 +190,7 @@ class ModelState:
         named = on_all_ranks(topology.world, operation, name_parameters)
         # Parameter groups are saved in full: each rank needs the names that only other ranks have.
         self._rank_local_names = [names for _, names in named]
-        described = [_describe_optimizer(kind, len(names)) for kind, names in named]
+        described = ["None" if kind is None else f"{kind} with {len(names)} parameter groups" for kind, names in named]
         for rank, text in zip(topology.world.ranks, described, strict=True):
             if text != described[0]:
                 raise RankError(
@@ -286,10 +283,6 @@ def _raise_not_loaded(path: Path, difference: str | None) -> None:
 def require_extra(extra: Any, operation: str) -> None:
     if not isinstance(extra, dict | None):
         raise ConfigError(f"{operation}: extra is of class {type(extra).__qualname__}. Pass a dict, or None.")
-
-
-def _describe_optimizer(kind: str | None, groups: int) -> str:
-    return "None" if kind is None else f"{kind} with {groups} parameter groups"
 
 
 def metadata_problem(metadata_values: dict[str, Any]) -> str | None:

@@ -102,13 +102,7 @@ class FileParts:
 
 
 class Index(NamedTuple):
-    """Parsed index of a checkpoint.
-
-    Attributes:
-        metadata: input of torch.distributed.checkpoint's planners.
-        written: file parts of all ranks.
-        digest: SHA-256 of the index, unique to each save.
-    """
+    """Parsed index of a checkpoint: input of DCP's planners, file parts of all ranks, and the index's own digest."""
 
     metadata: Metadata
     written: FileParts
@@ -132,7 +126,12 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]]
         name = f"rank-{rank:05d}{f'-{number}' if number else ''}.safetensors"
         _write_tensors(folder / name, list(of_file.values()), written)
     if values:
-        _write_values(folder / f"rank-{rank:05d}.jsonl", values, written)
+        name = f"rank-{rank:05d}.jsonl"
+        with (folder / name).open("wb", buffering=0) as file:
+            for key, one in values.items():
+                line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
+                written.values[key] = _write(file, name, line), len(one.tensors)
+            os.fsync(file.fileno())
     return written
 
 
@@ -156,14 +155,6 @@ def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Fil
         written.headers.append(_write(file, path.name, len(text).to_bytes(8, "little") + text))
         for part, elements in parts:
             written.parts[part.key, part.offsets] = _write(file, path.name, byte_buffer(tensor_bytes(elements())))
-        os.fsync(file.fileno())
-
-
-def _write_values(path: Path, values: dict[str, Any], written: FileParts) -> None:
-    with path.open("wb", buffering=0) as file:
-        for key, one in values.items():
-            line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
-            written.values[key] = _write(file, path.name, line), len(one.tensors)
         os.fsync(file.fileno())
 
 

@@ -158,18 +158,16 @@ class CheckpointReader:
         # Sorted: a stored part that overlaps several target parts is read once.
         for file_part, group in groupby(sorted(planner.items, key=self._stored_part), self._stored_part):
             items = list(group)
-            whole = self._read_elements(items[0], file_part)
+            index = items[0].storage_index
+            entry: Any = self.metadata.state_dict_metadata[index.fqn]
+            sizes = entry.chunks[index.index].sizes
+            whole = self._read_bytes(file_part).view(entry.properties.dtype).view(sizes)
             for item in items:
                 yield item, item_elements(item, whole)
 
     def _empty_tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
         entries: Any = self.metadata.state_dict_metadata
         return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype, device="cpu") for key in keys}
-
-    def _read_elements(self, item: ReadItem, file_part: FilePart) -> Tensor:
-        entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
-        sizes = entry.chunks[item.storage_index.index].sizes
-        return self._read_bytes(file_part).view(entry.properties.dtype).view(sizes)
 
     def _read_bytes(self, file_part: FilePart) -> Tensor:
         data = torch.empty(file_part.length, dtype=torch.uint8, device="cpu")

@@ -188,15 +188,11 @@ def reduce_gradients(
 ) -> None:
     """Replace each gradient by the sum over its replicas, divided by its divisor. Collective over the world.
 
-    Sums are computed in at least float32, bitwise equal on all ranks of the group. Ranks without a gradient contribute
-    zeros and receive the sum if another rank has one.
+    Sums and errors are those of `sync_gradients`.
 
     Args:
         replicas: the same parameters in the same order on every rank, except names that only some ranks have.
         model: its replicas are compared in the first two calls. None skips the comparison.
-    Raises:
-        ConfigError: a gradient is sparse, or was written in place after it was reduced.
-        RankError: another rank failed or is missing; replicas differ; or a parameter is frozen on some ranks only.
     """
     times = 0 if model is None else _num_comparisons.get(model, 0)
     present, compares = _exchange_presence(replicas, topology, None if model is None else times < len(_MISMATCH_FIXES))
@@ -259,7 +255,7 @@ def _local_gradient(replica: Replica) -> Tensor | None:
 def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bool | None) -> tuple[list[bool], bool]:
     """Return whether any rank has a gradient, per parameter, and whether any rank set `has_note` (None: not exchanged).
 
-    Uses one all-reduce per group and one host synchronisation. Raises the errors of `reduce_gradients`.
+    Uses one all-reduce per group and one host synchronisation. Raises the errors of `sync_gradients`.
     """
     # State, is trainable, is frozen. The maxima over ranks of both flags are 1 if only some ranks froze a parameter.
     facts = [(_gradient_state(one), one.parameter.requires_grad, not one.parameter.requires_grad) for one in replicas]

@@ -100,8 +100,6 @@ class PlannedStep:
     Attributes:
         costs: of a step.
         buckets: reduced by plans during backward.
-        blocks: micro-batched blocks or None.
-        limit, samples: as passed.
         has_costs: `costs` is set; False until a forward has measured it.
         has_measured: costs are measured, not passed.
     """
