@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.progress import (
@@ -29,7 +30,7 @@ _MIN_DONE_FRACTION = 0.1
 _LINE_INTERVAL_S = 15.0
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """Progress bar on stderr with the remaining time, shown after 2 s; without a terminal, a line every 15 s.
 
         with ProgressBar("simulating") as bar:
@@ -50,9 +51,6 @@ class ProgressBar:
         self._task = self._progress.add_task(what, total=None)
         self._next_s = self._began_s + _SHOW_AFTER_S
         self._is_shown = False
-
-    def __enter__(self) -> ProgressBar:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
@@ -97,11 +95,8 @@ class RemainingColumn(ProgressColumn):
         return Text.assemble(self._column.render(task), self._suffix)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """Context that reports training steps. This base class shows nothing."""
-
-    def __enter__(self) -> Display:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass
