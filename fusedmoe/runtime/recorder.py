@@ -194,7 +194,7 @@ class Recorder:
 
 
 class _LayerRecorder(Recorder):
-    """Adds the layer index to spans and forwards them to another recorder and the profiler."""
+    """Another recorder, or None, and the layer index that `span` adds."""
 
     def __init__(self, recorder: Recorder | None, layer: int | None) -> None:
         self.parent, self.layer = recorder, layer
