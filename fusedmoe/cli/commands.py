@@ -237,20 +237,6 @@ examples:
     fusedmoe doctor --json | jq '.transports[] | select(.works) | .name'
 """
 
-_CONVERT = """\
-Convert a checkpoint of an earlier version, which contains pickles.
-
-Read the checkpoint OLD and write it to NEW as safetensors and JSON files that this version loads.
-Every byte of OLD is checked first, and nothing in it is executed. OLD is not changed. The machine
-needs free memory of the size of the checkpoint.
-"""
-
-_CONVERT_EXAMPLES = """\
-examples:
-  the checkpoint of a run, to resume it:
-    fusedmoe convert-checkpoint runs/7/checkpoint runs/7/checkpoint.new
-"""
-
 
 def _add_train(commands: Commands) -> None:
     parser = add_parser(commands, "train", _TRAIN, _TRAIN_EXAMPLES, "fusedmoe.cli.train")
@@ -355,13 +341,6 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def _add_convert(commands: Commands) -> None:
-    parser = add_parser(commands, "convert-checkpoint", _CONVERT, _CONVERT_EXAMPLES, "fusedmoe.cli.convert")
-    parser.usage = "fusedmoe convert-checkpoint OLD NEW"
-    parser.add_argument("old", type=Path, metavar="OLD", help="the checkpoint to read")
-    parser.add_argument("new", type=Path, metavar="NEW", help="where to write it; a checkpoint there is replaced")
-
-
 def add_commands(commands: Commands) -> None:
-    for add in (_add_train, _add_profile, _add_plan, _add_trace, _add_doctor, _add_convert):
+    for add in (_add_train, _add_profile, _add_plan, _add_trace, _add_doctor):
         add(commands)

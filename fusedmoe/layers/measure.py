@@ -35,7 +35,7 @@ from fusedmoe.orders import Order
 from fusedmoe.runtime.cache import cached_task_times, machine_facts, measured_costs
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder, record_with
+from fusedmoe.runtime.recorder import Recorder, record_with, span
 from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -240,10 +240,10 @@ def time_layer(
         with record_with(recorder):
             y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
         y = order.restore(y, ordered)
-        with recorder.span("between the passes", kind=TaskKind.LOSS):
+        with span(recorder, "between the passes", kind=TaskKind.LOSS):
             pass
         torch.autograd.grad(y, [x, *parameters], dy_SM, allow_unused=True)
-        with recorder.span("after the passes", kind=TaskKind.OPTIMIZER):
+        with span(recorder, "after the passes", kind=TaskKind.OPTIMIZER):
             pass
         return recorder.timeline()
 

@@ -42,14 +42,18 @@ def span(
     phase: str | None = None,
     also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
-    """Return `recorder.span(...)` or a null context, plus a profiler range if a PyTorch profiler is active."""
+    """Return a context that records a span, in `recorder` and, if a PyTorch profiler is active, as its range.
+
+    Nothing is recorded if the body raises. `also`: further resources that the span occupies. Raises `ConfigError` for
+    an unknown kind, resource or phase.
+    """
     if isinstance(recorder, _LayerRecorder):
         layer, recorder = recorder.layer, recorder.parent
     if recorder is None and not is_profiling():
         return _NULL_CONTEXT
     record = None
     if recorder is not None:
-        record = recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
+        record = recorder.timer(Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
         if not is_profiling():
             return record
     numbers = [f"{what} {number}" for what, number in (("layer", layer), ("chunk", chunk)) if number is not None]
@@ -70,10 +74,7 @@ def active_recorder() -> Recorder | None:
 
 def part_span(kind: str) -> AbstractContextManager[None]:
     """Return a context that records the forward of a part of a layer with the active recorder."""
-    recorder = None if torch.compiler.is_compiling() else _active.recorder
-    if recorder is None and not is_profiling():
-        return _NULL_CONTEXT
-    return span(recorder, kind, kind=kind, phase="forward")
+    return span(active_recorder(), kind, kind=kind, phase="forward")
 
 
 def record_with(recorder: Recorder | None) -> AbstractContextManager[None]:
@@ -159,26 +160,13 @@ class Recorder:
     def _seconds(self, mark: Any) -> float:
         return mark - self._zero_s if self._device is None else float(self._zero_mark.elapsed_time(mark)) * 1e-3
 
-    def span(
-        self,
-        name: str,
-        *,
-        kind: str,
-        resource: str = "compute",
-        chunk: int | None = None,
-        layer: int | None = None,
-        phase: str | None = None,
-        also: tuple[str, ...] = (),
-    ) -> AbstractContextManager[None]:
-        """Return a context that records one span, unless its body raises.
-
-        `also`: further resources that the span occupies. Raises `ConfigError` for an unknown kind, resource or phase.
-        """
-        require_known("kind", kind)
-        require_known("phase", phase)
-        for each in (resource, *also):
-            require_known("resource", each)
-        return _SpanTimer(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
+    def timer(self, what: Span) -> AbstractContextManager[None]:
+        """Return a context that records `what`, with the times of its body, unless its body raises."""
+        require_known("kind", what.kind)
+        require_known("phase", what.phase)
+        for resource in what.resources:
+            require_known("resource", resource)
+        return _SpanTimer(self._mark, self._records, what)
 
     def timeline(self) -> Timeline:
         """Return everything recorded so far. Synchronizes with the device."""
@@ -190,13 +178,10 @@ class Recorder:
 
 
 class _LayerRecorder(Recorder):
-    """Adds the layer index to spans and forwards them to another recorder and the profiler."""
+    """Another recorder, or None, and the layer index that `span` adds."""
 
     def __init__(self, recorder: Recorder | None, layer: int | None) -> None:
         self.parent, self.layer = recorder, layer
-
-    def span(self, name: str, **what: Any) -> AbstractContextManager[None]:
-        return span(self, name, **what)
 
 
 class _Range(AbstractContextManager[None]):
