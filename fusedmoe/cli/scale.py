@@ -16,18 +16,7 @@ from rich.text import Text
 
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings, describe
-from fusedmoe.cli.step_plans import (
-    followed_policy,
-    head_s,
-    machine_costs,
-    make_meta_model,
-    make_table,
-    planned_s,
-    plans_by_policy,
-    recomputed_pass,
-    step_tokens,
-    unplanned_gradients,
-)
+from fusedmoe.cli.step_plans import PlannedJob, followed_policy, machine_costs, make_meta_model, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.schedule import CostModel, simulate
 from fusedmoe.schedule.draw import ms
@@ -64,19 +53,17 @@ def simulate_point(
     """
     sizes, costs = machine_sizes_and_costs(machine, settings, num_ranks)
     settings = settings.changed({"model": settings.model.with_experts(num_ranks, sizes.ep)})
-    launch, policy = Launch(0, num_ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
-    meta, both = make_meta_model(settings), {"sequential", policy}
-    plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=both, again=again, show=show)
-    plan = plans[policy].plan
-    none, timeline = (simulate(*plans[name]) for name in ("sequential", policy))
-    layers = len({task.layer for task in plan if task.layer is not None})
-    after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
-    fixed_s = after.seconds + head_s(settings, sizes, costs)
-    sequential_s, step_s = (planned_s(settings, plans[name]) + fixed_s for name in ("sequential", policy))
-    # Communication of forward passes that activation checkpoints repeat: exposed seconds of both plans, and all.
-    repeated = [recomputed_pass(settings, plans[name]) for name in ("sequential", policy)]
-    again_exposed_s = [0.0 if one is None else one.exposed_s() for one in repeated]
-    again_s = 0.0 if repeated[1] is None else sum(repeated[1].busy_s(link) for link in ("intra", "inter"))
+    job = PlannedJob(settings, num_ranks, sizes, costs, make_meta_model(settings), machine)
+    policy = followed_policy(settings, sizes)
+    plans = job.plans({"sequential", policy}, again=again, show=show)
+    both = [plans[name] for name in ("sequential", policy)]
+    timelines = [(simulate(*planned), job.recomputed_pass(planned)) for planned in both]
+    sequential_s, step_s = map(job.step_s, both)
+    after_s = sum(job.gradients_s.values())
+    sequential_exposed_s, exposed_s = (sum(part.exposed_s() for part in parts) + after_s for parts in timelines)
+    planned, repeated = (sum(part.busy_s(link) for link in ("intra", "inter")) for part in timelines[1])
+    degrees = both[1].plan.degrees
+    layers = range(settings.model.num_moe_layers)
     return {
         "ranks": num_ranks,
         **vars(sizes),
@@ -84,14 +71,14 @@ def simulate_point(
         "sequential_s": sequential_s,
         "step_s": step_s,
         "speed_up": sequential_s / step_s,
-        "tokens_per_s": step_tokens(settings, num_ranks, sizes.mp) / step_s,
-        "sequential_exposed_s": none.exposed_s() + again_exposed_s[0] + after.seconds,
-        "exposed_s": timeline.exposed_s() + again_exposed_s[1] + after.seconds,
-        "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + again_s + after.seconds,
-        "dense_after_s": after.dense_s,
-        "experts_s": after.experts_s,
+        "tokens_per_s": job.tokens / step_s,
+        "sequential_exposed_s": sequential_exposed_s,
+        "exposed_s": exposed_s,
+        "communication_s": planned + repeated + after_s,
+        "dense_after_s": job.gradients_s["dense_s"],
+        "experts_s": job.gradients_s["experts_s"],
         "slowest": slowest_rank_factor(num_ranks, machine.spread.value),
-        "chunks": {phase: [plan.degrees.get((phase, layer), 1) for layer in range(layers)] for phase in PHASES},
+        "chunks": {phase: [degrees.get((phase, layer), 1) for layer in layers] for phase in PHASES},
     }
 
 

@@ -11,12 +11,13 @@ from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, command_group, format_ranks, resolve_sizes
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
+    PlannedJob,
     compute_dtype,
     describe_costs,
     followed_policy,
     follows_plan,
     format_rows,
-    step_costs,
+    make_meta_model,
 )
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if follows_plan(settings, sizes.ep, sizes.esp):
             planned = trainer.set_plan(costs if given else trainer.with_measured_times(costs))
         else:
-            step = step_costs(settings, launch, sizes, costs)
+            step = PlannedJob(settings, launch.ranks, sizes, costs, make_meta_model(settings)).step_costs()
             planned = POLICIES["sequential"].plan(step), step
         numbers = range(_WARM_UP + arguments.steps)
         own = [trainer.recorded_step(number)[1] for number in numbers][_WARM_UP:]
