@@ -22,13 +22,12 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.moe import Placements
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.latent_attention import LatentAttention
 from fusedmoe.models.tensor_parallel import (
     Attention,
     DenseFeedForward,
+    LatentAttention,
+    ShardedModule,
     TokenSplit,
-    normal_parameter,
-    reset_direct_parameters,
 )
 from fusedmoe.orders import ORDERS, Order, Sparse
 from fusedmoe.runtime.recorder import Recorder, record_operation
@@ -220,7 +219,7 @@ class Loss:
     targets: int  # in the whole batch
 
 
-class Transformer(nn.Module):
+class Transformer(ShardedModule):
     """Causal (GPT, LLaMA, Mixtral) or masked (BERT) transformer with mixture-of-experts layers.
 
     Ranks of an MP group pass the same batch, ranks of a DP group different batches. Each rank embeds, normalizes,
@@ -233,7 +232,9 @@ class Transformer(nn.Module):
         recompute: activation checkpointing: save only the blocks' inputs for backward.
     """
 
+    symbol_weight: nn.Parameter
     position_weight: nn.Parameter | None
+    head_weight: nn.Parameter
 
     def __init__(
         self,
@@ -258,22 +259,16 @@ class Transformer(nn.Module):
         dim = config.model_dim
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         # Embeddings and head as in GPT-2.
-        self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **factory_kwargs)
-        learned = config.positions == "learned"
-        self.register_parameter(
-            "position_weight", normal_parameter(config.seq_len, dim, std=0.02, **factory_kwargs) if learned else None
-        )
+        symbols = ((config.vocabulary, dim), 0.02)
+        positions = ((config.seq_len, dim), 0.02) if config.positions == "learned" else None
+        self.register_parameters({"symbol_weight": symbols, "position_weight": positions}, **factory_kwargs)
         self.blocks = nn.ModuleList(
             Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, placement=placement, **factory_kwargs)
             for layer in range(config.layers)
         )
         self.norm = make_norm(config, **factory_kwargs)
-        self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **factory_kwargs)
+        self.register_parameters({"head_weight": symbols}, **factory_kwargs)
         self.register_load_state_dict_pre_hook(require_own_experts)
-
-    def reset_parameters(self) -> None:
-        """Reinitialize embeddings and head, for example after `to_empty`. `__init__` draws the head last."""
-        reset_direct_parameters(self, dict.fromkeys(("symbol_weight", "position_weight", "head_weight"), 0.02))
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
         """Return the loss of a batch; collective over all ranks.
