@@ -17,7 +17,7 @@ from fusedmoe.cli.layouts import find_remedy, memory_facts, rank_memory
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import Planned, PlannedJob, make_table, no_split_reason
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.models.job_files import ExternalJob
+from fusedmoe.models.external_job import ExternalJob
 from fusedmoe.schedule import POLICIES, simulate
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum

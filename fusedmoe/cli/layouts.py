@@ -21,7 +21,7 @@ from fusedmoe.cli.step_plans import (
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.sharding import parameter_shardings
-from fusedmoe.models.job_files import ExternalJob, TrainingState
+from fusedmoe.models.external_job import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.machines import PREDICTION_ERROR, Machine
 from fusedmoe.schedule.task import PHASES

@@ -32,8 +32,8 @@ from fusedmoe.cli.step_plans import (
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.models.job_files import ExternalJob
-from fusedmoe.models.read_job import read_job
+from fusedmoe.models.external_job import ExternalJob
+from fusedmoe.models.job_files import read_job
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar

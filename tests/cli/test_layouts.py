@@ -13,7 +13,7 @@ from fusedmoe.cli.layouts import ParallelLayout, chosen_settings, find_remedy, l
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import make_meta_model
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.job_files import ExternalJob, TrainingState
+from fusedmoe.models.external_job import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.machines import MACHINES, Datum
 from tests.marks import slowly
