@@ -153,7 +153,7 @@ class LoadLog:
 
     def draw(self, title: str) -> None:
         if self._begun:
-            plot_loads(LoadTrace.from_json(read_text(self._path)), self._figure_path, title=title)
+            plot_loads(LoadTrace.from_json(read_text(self._path)), title=title).savefig(self._figure_path)
 
     def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
         if not self._begun:

@@ -327,15 +327,17 @@ class PlannedJob:
         "dense_s": parameters of no MoE layer (embedding, head, blocks after the last MoE layer), or all parameters
         outside experts if another framework reduces them. "experts_s": experts that several ranks hold.
         """
-        settings, sizes, line = self.settings, self.sizes, self.costs.line("all-reduce/dp")
+        settings, sizes = self.settings, self.sizes
         bucketed, rest = _reduced_bytes(self.meta, self.ranks, sizes.mp)
         reduced = [size for size in (rest, *(bucketed if self.is_external else ())) if size]
-        dense_s = sum(line.seconds(size) for size in reduced)
+        dense_s = sum(self.costs.line("all-reduce/dp").seconds(size) for size in reduced)
         holders = self.ranks // (sizes.ep * sizes.esp)
         if holders == 1:
             return {"dense_s": dense_s, "experts_s": 0.0}
         assert settings.model.experts is not None
-        if self.machine is not None:
+        if self.machine is None:
+            line = self.costs.line("all-reduce/dp")
+        else:
             line = self.machine.all_reduce(self.ranks, holders, sizes.ep * sizes.esp)
         layer_bytes = expert_bytes(settings, sizes) * settings.model.experts // sizes.ep
         return {"dense_s": dense_s, "experts_s": settings.model.num_moe_layers * line.seconds(layer_bytes)}

@@ -214,55 +214,8 @@ class Trainer:
         if self.sharded_experts is not None:
             self.sharded_experts.close()
 
-    def step(self, step: int) -> StepReport:
+    def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
         """Run one training step, counted from 0. Collective over all ranks."""
-        return self._step(step, None)
-
-    def exclude_next_step(self) -> None:
-        """Exclude the next step from plan tuning: other work may have slowed it."""
-        if self.tuning is not None:
-            self.tuning.skip()
-
-    def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
-        """Run one step like `step` and also return this rank's timeline. Excludes the next step from plan tuning."""
-        recorder = Recorder(self._topology.rank, device=self._device)
-        self.model.record(recorder)
-        try:
-            return self._step(step, recorder), recorder.timeline()
-        finally:
-            self.model.record(None)
-            self.exclude_next_step()
-
-    def load_LE(self) -> Tensor | None:
-        """Return [L, E]: this rank's choices by layer and expert in the last step; None without MoE layers."""
-        loads = [layer.load_E for layer in self.model.moe_layers()]
-        return torch.stack(loads) if loads else None
-
-    def held_out_loss(self) -> float | None:
-        """Return the loss in nats per (masked) byte of fixed windows; None after a stop request. Collective."""
-        settings, topology = self._settings, self._topology
-        # Some gates (for example random) draw numbers in evaluation too.
-        self._seed("held out", 0)
-        self.model.eval()
-        nats = targets = 0.0
-        batches = settings.eval_batches * self.batches_per_step
-        for index in range(-(-batches // topology.dp.size)):
-            # All ranks must run the same number of forward passes.
-            place = index * topology.dp.size + topology.dp.index
-            batch = self._held_out.held_out_batch(place % batches, batches)
-            with torch.no_grad():
-                loss = self._loss(batch)
-            # All ranks of an MP group count the same targets.
-            count = loss.targets / topology.mp.size * (place < batches)
-            total = loss.nats * loss.targets * (place < batches)
-            part, number, stop = self._sum(total, count, float(self._stop_request.is_requested))
-            if stop:
-                return None
-            nats, targets = nats + part, targets + number
-        self.model.train()
-        return nats / targets
-
-    def _step(self, step: int, recorder: Recorder | None) -> StepReport:
         settings, topology = self._settings, self._topology
         began = time.perf_counter()
         self._seed("step", step)
@@ -315,6 +268,50 @@ class Trainer:
             seconds=seconds,
             is_stopping=stop > 0,
         )
+
+    def exclude_next_step(self) -> None:
+        """Exclude the next step from plan tuning: other work may have slowed it."""
+        if self.tuning is not None:
+            self.tuning.skip()
+
+    def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
+        """Run one step like `step` and also return this rank's timeline. Excludes the next step from plan tuning."""
+        recorder = Recorder(self._topology.rank, device=self._device)
+        self.model.record(recorder)
+        try:
+            return self.step(step, recorder), recorder.timeline()
+        finally:
+            self.model.record(None)
+            self.exclude_next_step()
+
+    def load_LE(self) -> Tensor | None:
+        """Return [L, E]: this rank's choices by layer and expert in the last step; None without MoE layers."""
+        loads = [layer.load_E for layer in self.model.moe_layers()]
+        return torch.stack(loads) if loads else None
+
+    def held_out_loss(self) -> float | None:
+        """Return the loss in nats per (masked) byte of fixed windows; None after a stop request. Collective."""
+        settings, topology = self._settings, self._topology
+        # Some gates (for example random) draw numbers in evaluation too.
+        self._seed("held out", 0)
+        self.model.eval()
+        nats = targets = 0.0
+        batches = settings.eval_batches * self.batches_per_step
+        for index in range(-(-batches // topology.dp.size)):
+            # All ranks must run the same number of forward passes.
+            place = index * topology.dp.size + topology.dp.index
+            batch = self._held_out.held_out_batch(place % batches, batches)
+            with torch.no_grad():
+                loss = self._loss(batch)
+            # All ranks of an MP group count the same targets.
+            count = loss.targets / topology.mp.size * (place < batches)
+            total = loss.nats * loss.targets * (place < batches)
+            part, number, stop = self._sum(total, count, float(self._stop_request.is_requested))
+            if stop:
+                return None
+            nats, targets = nats + part, targets + number
+        self.model.train()
+        return nats / targets
 
     def _own_batches(self) -> Iterator[tuple[int, float, bool]]:
         """Yield this rank's batches of a step: number, weight in the gradient, and whether it is the last.

@@ -458,7 +458,7 @@ def train(rank: int, world: int, settings: Settings, run: Path | None, resume: P
     job = TrainingJob(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
     # Pictures take longer than the steps.
     with mock.patch("fusedmoe.cli.train.draw"), mock.patch("fusedmoe.cli.run_dir.plot_loads"):
-        return job.run(run, resume, stop).last_line
+        return job.run(run, resume, stop)[0]
 
 
 def train_by_costs(
