@@ -26,11 +26,20 @@ from fusedmoe.cli.job import (
     process_group,
     resolve_sizes,
 )
-from fusedmoe.cli.restart import Attempt, describe_restart, find_attempt, write_launch
+from fusedmoe.cli.restart import (
+    Attempt,
+    Survivor,
+    check_launcher,
+    describe_restart,
+    end_with_launcher,
+    exit_for_restart,
+    find_attempt,
+    sizes_for_ranks,
+    write_launch,
+)
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_settings
 from fusedmoe.cli.step_plans import compute_dtype, followed_policy, follows_plan, format_rows
-from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, exit_for_restart, sizes_for_ranks
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.environment import launch_command
