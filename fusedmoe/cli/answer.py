@@ -7,13 +7,14 @@ the error is no reason to change a job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from fusedmoe.cli.job import Sizes
-from fusedmoe.cli.layouts import find_remedy, memory_facts, rank_memory
+from fusedmoe.cli.layouts import find_remedy, rank_memory
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import Planned, PlannedJob, make_table, no_split_reason
 from fusedmoe.errors import ConfigError, printable
@@ -25,15 +26,6 @@ from fusedmoe.schedule.task import PHASES
 
 # Largest error of steps that were predicted from costs measured on the same ranks (docs/results.md).
 _MEASURED_ERROR = Datum(0.10, "steps of 2 and 4 ranks, from costs measured on the same ranks")
-# By whether MP and ESP have the same size, as in FSMoE's layer.
-_MP_ASSUMPTION = {
-    True: (),
-    False: ("the collectives of MP are charged as if MP had the ranks of ESP, so times with other sizes are rough",),
-}
-_GRADIENTS = (
-    "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or overlap_grad_reduce "
-    "hide a part of them"
-)
 #: Policy that replicas are added to: fast to plan, with overlap.
 COMPARED = "fsmoe"
 
@@ -92,14 +84,7 @@ def answer_facts(
         pipeline |= _gain_facts(planning, plans["joint"], plans["sequential"], error.value)
         del pipeline["ends_s"]
     return {
-        "assumptions": [
-            *job.assumptions,
-            str(job.state),
-            _describe_batch(number, job),
-            _GRADIENTS,
-            *_recomputation(settings, planned, job),
-            *_MP_ASSUMPTION[sizes.mp == sizes.esp],
-        ],
+        "assumptions": _assumptions(planning, planned, job),
         "layout": {**vars(sizes), "dp": planning.ranks // sizes.mp},
         "layouts_compared": layouts,
         "memory_bytes": _memory(planning, job),
@@ -123,11 +108,14 @@ def answer_facts(
 
 
 def _memory(planning: PlannedJob, job: ExternalJob) -> dict[str, Any]:
-    own = (planning.settings, planning.ranks, planning.sizes, planning.meta, job.state)
-    facts, remedy = memory_facts(rank_memory(*own), planning.machine), None
-    if facts["fits"] is False:
-        remedy = find_remedy(*own, facts["device"], planning.machine)
-    return facts | {"remedy": None if remedy is None else remedy._asdict()}
+    machine, own = planning.machine, (planning.settings, planning.ranks, planning.sizes, planning.meta, job.state)
+    memory = rank_memory(*own)
+    facts: dict[str, Any] = asdict(memory) | {"total": memory.total, "device": None, "fits": None, "remedy": None}
+    if machine is not None and machine.memory_bytes is not None:
+        room = machine.memory_bytes.value
+        facts |= {"device": room, "fits": memory.total <= room}
+        facts["remedy"] = None if facts["fits"] else find_remedy(*own, room, machine)
+    return facts
 
 
 def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, error: float) -> dict[str, Any]:
@@ -149,20 +137,28 @@ def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, err
     return facts | {"ends_s": ends_s, "pays": min(gains) > error}
 
 
-def _recomputation(settings: Settings, planned: Planned, job: ExternalJob) -> list[str]:
-    if not settings.recompute:
-        return [] if job.selective is None else [f"no recomputation ({job.selective} is selective)"]
-    if planned.costs.can_split:
-        return ["dense parts run again in the backward pass, without dispatch and combine"]
-    if planned.costs.loss_s is not None:
-        return ["recomputed communication and experts are not in the step time"]
-    return ["each block's forward runs again in the backward pass, dispatch and combine included"]
-
-
-def _describe_batch(number: int, job: ExternalJob) -> str:
-    if job.global_batch is None:
-        return "one micro-batch per replica and step, because the file has no global batch size"
-    return f"{number} micro-batches per replica and step (global batch {job.global_batch}), gradients reduced once"
+def _assumptions(planning: PlannedJob, planned: Planned, job: ExternalJob) -> list[str]:
+    batch = "one micro-batch per replica and step, because the file has no global batch size"
+    if job.global_batch is not None:
+        batch = f"{planning.micro_batches} micro-batches per replica and step (global batch {job.global_batch}), "
+        batch += "gradients reduced once"
+    gradients = "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or "
+    gradients += "overlap_grad_reduce hide a part of them"
+    assumptions = [*job.assumptions, str(job.state), batch, gradients]
+    if planning.settings.recompute and planned.costs.can_split:
+        assumptions.append("dense parts run again in the backward pass, without dispatch and combine")
+    elif planning.settings.recompute and planned.costs.loss_s is not None:
+        assumptions.append("recomputed communication and experts are not in the step time")
+    elif planning.settings.recompute:
+        assumptions.append("each block's forward runs again in the backward pass, dispatch and combine included")
+    elif job.selective is not None:
+        assumptions.append(f"no recomputation ({job.selective} is selective)")
+    # FSMoE's layer has MP and ESP of the same size.
+    if planning.sizes.mp != planning.sizes.esp:
+        assumptions.append(
+            "the collectives of MP are charged as if MP had the ranks of ESP, so times with other sizes are rough"
+        )
+    return assumptions
 
 
 def _two_level(planning: PlannedJob, policy: str, error: float) -> dict[str, Any] | None:
@@ -214,6 +210,8 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
         why = "least memory: none fits" if compared else why
     low_s, high_s = facts["step_range_s"]
     batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
+    exposed, after_s = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step", facts["gradients_after_s"]
+    exposed += f", {ms(after_s)} of it gradients reduced after the step" if after_s else ""
     chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
     return [
         ("parallel sizes", sizes, why),
@@ -224,7 +222,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
             f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})",
             f"{batches}±{error:.0%}: {facts['error_source']}",
         ),
-        ("exposed communication", ms(facts["exposed_s"]), _exposed_words(facts)),
+        ("exposed communication", ms(facts["exposed_s"]), exposed),
         ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
         ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),
         ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
@@ -245,16 +243,9 @@ def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
     fits = "fits"
     if not memory["fits"]:
         remedy = memory["remedy"]
-        fits = "DOES NOT FIT; " + (
-            "needs more ranks" if remedy is None else f"{remedy['total'] / 1e9:.3g} GB with {remedy['changes']}"
-        )
+        cure = "needs more ranks" if remedy is None else f"{remedy['total'] / 1e9:.3g} GB with {remedy['changes']}"
+        fits = f"DOES NOT FIT; {cure}"
     return f"{total} of {memory['device'] / 1e9:.3g} GB: {fits}", f"GB: {named}"
-
-
-def _exposed_words(facts: Mapping[str, Any]) -> str:
-    share = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step"
-    after_s = facts["gradients_after_s"]
-    return f"{share}, {ms(after_s)} of it gradients reduced after the step" if after_s else share
 
 
 def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple[str, str]:
@@ -276,17 +267,13 @@ def _pipeline_words(pipeline: Mapping[str, Any], error: float) -> tuple[str, str
 
 def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:
     if two_level is None:
-        return (
-            "leave it off",
-            "EP ranks are all in one node or all in different nodes, or costs are measured for direct",
-        )
+        why = "EP ranks are all in one node or all in different nodes, or costs are measured for direct"
+        return "leave it off", why
     times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
     times += f" by {two_level['policy']}"
     if two_level["pays"]:
-        return (
-            "only with MoELayer: dispatch='2dh'",
-            f"{times}: saves {two_level['gain']:.1%}; integrations send directly",
-        )
+        gain = f"{times}: saves {two_level['gain']:.1%}; integrations send directly"
+        return "only with MoELayer: dispatch='2dh'", gain
     return "leave it off", f"{times}: not better by more than the error of {error:.0%}"
 
 

@@ -48,14 +48,6 @@ class RankMemory:
         return float(sum(asdict(self).values()))
 
 
-class _Elements(NamedTuple):
-    """Parameter elements of a rank: split over MP, replicated, and of experts."""
-
-    split: int
-    replicated: int
-    experts: float
-
-
 @lru_cache(maxsize=2)
 def _dense_elements(meta: Transformer) -> tuple[int, int]:
     """Return the numbers of elements outside experts that are split over MP, and that are replicated."""
@@ -67,18 +59,6 @@ def _dense_elements(meta: Transformer) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _elements(settings: Settings, sizes: Sizes, meta: Transformer) -> _Elements:
-    split, replicated = _dense_elements(meta)
-    assert settings.model.experts is not None
-    nbytes = expert_bytes(settings, sizes) / _parameter_bytes(settings)
-    experts = nbytes * settings.model.experts / sizes.ep * settings.model.num_moe_layers
-    return _Elements(split // sizes.mp, replicated, experts)
-
-
-def _parameter_bytes(settings: Settings) -> int:
-    return 8 if settings.dtype == "fp64" else 4
-
-
 def rank_memory(
     settings: Settings, ranks: int, sizes: Sizes, meta: Transformer, state: TrainingState | None = None
 ) -> RankMemory:
@@ -87,9 +67,12 @@ def rank_memory(
     `state`: bytes per parameter; None: those of `fusedmoe train`, with parameters, gradients and AdamW moments in
     float32 (dtype fp64: float64).
     """
-    item = _parameter_bytes(settings)
+    item = 8 if settings.dtype == "fp64" else 4
     state = state or TrainingState(item, item, 2 * item)
-    split, replicated, experts = _elements(settings, sizes, meta)
+    split, replicated = _dense_elements(meta)
+    split //= sizes.mp
+    assert settings.model.experts is not None
+    experts = expert_bytes(settings, sizes) / item * settings.model.experts / sizes.ep * settings.model.num_moe_layers
     total = split + replicated + experts
     # Elements per rank if the ranks that hold equal elements shard them.
     shards = replicated / ranks + split * sizes.mp / ranks
@@ -217,13 +200,6 @@ def _is_even(machine: Machine | None, settings: Settings, sizes: Sizes, ranks: i
     return False
 
 
-class Remedy(NamedTuple):
-    """Changes of a job that does not fit the memory, and its bytes per rank with them."""
-
-    changes: str
-    total: float
-
-
 def find_remedy(
     settings: Settings,
     ranks: int,
@@ -232,8 +208,8 @@ def find_remedy(
     state: TrainingState,
     room: float,
     machine: Machine | None = None,
-) -> Remedy | None:
-    """Return the first changes after which a rank fits `room` bytes; None: there are none.
+) -> dict[str, Any] | None:
+    """Return the first `changes` after which a rank fits `room` bytes, and its `total`; None: there are none.
 
     Tried in this order: recomputation, a smaller batch, a larger EP size, training state sharded over all ranks.
     """
@@ -256,11 +232,6 @@ def find_remedy(
                 f"--ep {ep}": ep != sizes.ep,
                 sharding: bool(sharding),
             }
-            return Remedy(", ".join(words for words, is_changed in changes.items() if is_changed), total)
+            words = ", ".join(words for words, is_changed in changes.items() if is_changed)
+            return {"changes": words, "total": total}
     return None
-
-
-def memory_facts(memory: RankMemory, machine: Machine | None) -> dict[str, Any]:
-    room = None if machine is None or machine.memory_bytes is None else machine.memory_bytes.value
-    facts = asdict(memory) | {"total": memory.total, "device": room}
-    return facts | {"fits": None if room is None else memory.total <= room}

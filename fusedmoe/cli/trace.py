@@ -59,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         by_step = [list(timelines) for timelines in zip(*ranks, strict=True)]
         # The cost model may lack the optimizer.
         if planned[1].optimizer_s is None:
-            by_step = [[_without_optimizer(timeline) for timeline in timelines] for timelines in by_step]
+            for timelines in by_step:
+                for place, timeline in enumerate(timelines):
+                    spans = (span for span in timeline.spans if span.kind != TaskKind.OPTIMIZER)
+                    timelines[place] = replace(timeline, spans=tuple(spans))
         # Other load on the machine may disturb any single step.
         middle = sorted(by_step, key=_step_s)[(len(by_step) - 1) // 2]
         schedule = f"schedule {settings.schedule}"
@@ -80,10 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         _show(compare(*planned, middle), refitted_s, simulate(*planned), middle, steps_s)
         print(printable(f"{arguments.png}, {arguments.json}"))
     return 0
-
-
-def _without_optimizer(timeline: Timeline) -> Timeline:
-    return replace(timeline, spans=tuple(span for span in timeline.spans if span.kind != TaskKind.OPTIMIZER))
 
 
 def _step_s(timelines: Sequence[Timeline]) -> float:

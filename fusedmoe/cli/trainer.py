@@ -31,6 +31,7 @@ from fusedmoe.cli.step_plans import (
 )
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.errors import RankError
+from fusedmoe.models.config import BYTES
 from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_task_times
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
@@ -86,7 +87,7 @@ class Trainer:
     ) -> None:
         model = settings.model
         self.batches_per_step = batches_per_step or topology.dp.size
-        mask = model.mask if model.objective == "masked" else None
+        mask = BYTES if model.objective == "masked" else None
         self._settings, self._topology, self._device, self._stop_request = settings, topology, device, stop_request
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +82,10 @@ class Block(nn.Module):
         config: ModelConfig,
         topology: Topology,
         layer: int,
-        *,
-        dispatch: str = "direct",
-        hooks: Sequence[Hooks] = (),
-        placement: Placements = "ep",
+        layer_options: Mapping[str, Any],
         **factory_kwargs: Any,
     ) -> None:
+        """`layer_options`: further arguments of the `MoELayer`."""
         super().__init__()
         self.attention_norm = make_norm(config, **factory_kwargs)
         # Blocks without experts share the number of the next block with experts.
@@ -102,11 +100,9 @@ class Block(nn.Module):
                 make_experts(config),
                 order=make_order(config),
                 topology=topology,
-                dispatch=dispatch,
-                hooks=hooks,
                 shared=make_experts(config, config.shared_hidden) if config.shared_hidden else None,
                 mp_input="split",
-                placement=placement,
+                **layer_options,
                 **factory_kwargs,
             )
             self.experts.number = number
@@ -258,13 +254,13 @@ class Transformer(ShardedModule):
         self._block_pipeline: BlockPipeline | None = None
         dim = config.model_dim
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        layer_options = {"dispatch": dispatch, "hooks": hooks, "placement": placement}
         # Embeddings and head as in GPT-2.
         symbols = ((config.vocabulary, dim), 0.02)
         positions = ((config.seq_len, dim), 0.02) if config.positions == "learned" else None
         self.register_parameters({"symbol_weight": symbols, "position_weight": positions}, **factory_kwargs)
         self.blocks = nn.ModuleList(
-            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, placement=placement, **factory_kwargs)
-            for layer in range(config.layers)
+            Block(config, self.topology, layer, layer_options, **factory_kwargs) for layer in range(config.layers)
         )
         self.norm = make_norm(config, **factory_kwargs)
         self.register_parameters({"head_weight": symbols}, **factory_kwargs)

@@ -107,7 +107,7 @@ def test_remedy_is_the_smallest_change_that_fits() -> None:
         ("--recompute, --batch 1, --ep 8", total(ep=8, **least)),
         ("--recompute, --batch 1, state sharded over all ranks (FSDP)", total(sharded, **least)),
     ):
-        assert find_remedy(settings, 8, sizes, meta, TrainingState(), room) == (changes, room)
+        assert find_remedy(settings, 8, sizes, meta, TrainingState(), room) == {"changes": changes, "total": room}
     assert find_remedy(settings, 8, sizes, meta, TrainingState(), 1.0) is None
 
 

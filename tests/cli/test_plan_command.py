@@ -331,7 +331,7 @@ def test_plan_rejects_invalid_flags_and_files(
 def test_help_of_plan_profile_and_trace_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     for command_name, words in (
         ("plan", ("examples:", "--testbed", "critical path", "--again", *POLICIES)),
-        ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--plot")),
+        ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--json")),
         ("trace", ("examples:", "ui.perfetto.dev", "--schedule")),
     ):
         with pytest.raises(SystemExit) as end:
