@@ -14,7 +14,7 @@ from rich.table import Table
 from fusedmoe.cli.answer import COMPARED, answer_facts, print_answer, runnable_policies
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
 from fusedmoe.cli.layouts import chosen_settings, layouts
-from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
+from fusedmoe.cli.scale import Scale, figures_dict, figures_table
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
     Planned,
@@ -24,6 +24,7 @@ from fusedmoe.cli.step_plans import (
     expert_bytes,
     followed_policy,
     follows_plan,
+    machine_costs,
     make_console,
     make_meta_model,
     make_table,
@@ -53,8 +54,7 @@ ONE_NODE = RESOURCES | {"inter": "links of EP and DP", "intra": "links of ESP an
 class PlanReport:
     """Plan for a model and layout, with its analysis.
 
-    Computes the plans of every policy that training could follow, and reports on the policy of the settings, or on
-    "sequential" if training follows no plan.
+    Reports on the policy of the settings, or on "sequential" if training follows no plan.
 
     Args:
         job: another framework's job, whose questions `facts["answer"]` then answers.
@@ -63,8 +63,7 @@ class PlanReport:
     Attributes:
         policy, plan: the reported policy and its plan.
         step_s: predicted step time of each policy, in seconds.
-        timeline: simulation of the plan.
-        drawn_timeline: simulation to draw: includes expert replicas if the placement has any.
+        timeline, drawn_timeline: simulation of the plan, and with expert replicas if the placement has any.
         facts: all reported values as plain types, times in seconds.
     """
 
@@ -299,8 +298,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--schedule off has no plan; use auto or a policy")
     machine = _find_machine(arguments, settings)
     if machine is not None:
-        dtype = {} if "dtype" in changes else {"dtype": machine.dtype}
-        settings = settings.changed({"ranks_per_node": None, **dtype})  # the machine has them
+        # The machine has them.
+        settings = settings.changed({"ranks_per_node": None, "dtype": changes.get("dtype", machine.dtype)})
+        if settings.dtype != machine.dtype:
+            raise ConfigError(f"--dtype {settings.dtype}: this machine model supports {machine.dtype} only")
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
     elif job is not None and launched.ranks == 1 and arguments.costs is None and arguments.testbed is None:
@@ -356,7 +357,7 @@ def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, 
     with ProgressBar("planning") as bar:
         scale = Scale(settings, machine, arguments.machine, again=arguments.again, show=bar.show)
     if arguments.png is not None:
-        scale.draw(arguments.png)
+        scale.figure().savefig(arguments.png)
     if arguments.json:
         print(json.dumps(scale.facts, indent=2))
     else:
@@ -394,7 +395,7 @@ def _find_costs(
     arguments: argparse.Namespace, launched: Launch, settings: Settings, sizes: Sizes, machine: Machine | None
 ) -> CostModel:
     if machine is not None:
-        return machine_sizes_and_costs(machine, settings, arguments.ranks)[1]
+        return machine_costs(machine, settings, sizes, arguments.ranks)
     if arguments.testbed is not None:
         return TESTBEDS[arguments.testbed].costs
     if arguments.costs is not None:

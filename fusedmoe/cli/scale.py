@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusedmoe.cli.job import Launch, Sizes, choose_sizes
+from fusedmoe.cli.job import Launch, resolve_sizes
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.step_plans import PlannedJob, followed_policy, machine_costs, make_meta_model, make_table
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.schedule import CostModel, simulate
+from fusedmoe.schedule import simulate
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import Machine, scaling_ranks, slowest_rank_factor
 from fusedmoe.schedule.task import PHASES
@@ -29,30 +28,17 @@ if TYPE_CHECKING:
 _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"
 
 
-def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes, CostModel]:
-    if settings.dtype != machine.dtype:
-        raise ConfigError(f"--dtype {settings.dtype}: this machine model supports {machine.dtype} only")
-    sizes = choose_sizes(settings, Launch(0, ranks, 0, machine.node(ranks)))
-    experts = settings.model.with_experts(ranks, sizes.ep).experts
-    assert experts is not None
-    if experts % sizes.ep:
-        raise ConfigError(f"{experts} experts are not divisible by ep = {sizes.ep}; set --ep to a divisor of {experts}")
-    if settings.model.hidden % sizes.esp:
-        raise ConfigError(f"esp = {sizes.esp} does not divide the expert hidden dimension {settings.model.hidden}")
-    return sizes, machine_costs(machine, settings, sizes, ranks)
-
-
 def simulate_point(
     settings: Settings, machine: Machine, num_ranks: int, *, again: bool, show: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Simulate one step on `num_ranks` ranks, without a schedule ("sequential") and with the policy of the settings.
 
-    Returns facts by name. Exposed communication (`exposed_s`) is not overlapped with computation. Gradient all-reduces
-    after the step are of experts (`experts_s`) and of parameters of no MoE layer (`dense_after_s`). `slowest`: compute
-    time of the slowest rank relative to the mean.
+    Exposed communication (`exposed_s`) is not overlapped with computation. Gradient all-reduces after the step are of
+    experts (`experts_s`) and of parameters of no MoE layer (`dense_after_s`). `slowest`: compute time of the slowest
+    rank relative to the mean.
     """
-    sizes, costs = machine_sizes_and_costs(machine, settings, num_ranks)
-    settings = settings.changed({"model": settings.model.with_experts(num_ranks, sizes.ep)})
+    sizes, settings = resolve_sizes(settings, Launch(0, num_ranks, 0, machine.node(num_ranks)))
+    costs = machine_costs(machine, settings, sizes, num_ranks)
     job = PlannedJob(settings, num_ranks, sizes, costs, make_meta_model(settings), machine)
     policy = followed_policy(settings, sizes)
     plans = job.plans({"sequential", policy}, again=again, show=show)
@@ -137,9 +123,6 @@ class Scale:
             soft_wrap=True,
         )
         console.print(figures_table(self._machine))
-
-    def draw(self, path: Path) -> None:
-        self.figure().savefig(path)
 
     def figure(self) -> Figure:
         from matplotlib.figure import Figure

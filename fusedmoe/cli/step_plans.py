@@ -194,9 +194,16 @@ def _reduced_bytes(meta: Transformer, ranks: int, mp: int) -> tuple[list[int], i
 
 def machine_costs(machine: Machine, settings: Settings, sizes: Sizes, ranks: int) -> CostModel:
     """Return the costs of a machine for the layout and the dispatch algorithm of a job ("2dh": in two levels)."""
+    model = settings.model.with_experts(ranks, sizes.ep)
+    assert model.experts is not None
+    if model.experts % sizes.ep:
+        raise ConfigError(
+            f"{model.experts} experts are not divisible by ep = {sizes.ep}; set --ep to a divisor of {model.experts}"
+        )
+    if model.hidden % sizes.esp:
+        raise ConfigError(f"esp = {sizes.esp} does not divide the expert hidden dimension {model.hidden}")
     share, ranks_per_node = None, max(1, sizes.ranks_per_node // sizes.esp)
     if settings.dispatch == "2dh" and sizes.ep > ranks_per_node:
-        model = settings.model.with_experts(ranks, sizes.ep)
         by_node, by_rank = (
             block_workload(model, ep, sizes.esp, sizes.mp, 1) for ep in (sizes.ep // ranks_per_node, sizes.ep)
         )

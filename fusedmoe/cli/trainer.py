@@ -36,7 +36,7 @@ from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_task_times
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.schedule import POLICIES, CostModel, Plan, StepCosts, Workload, simulate
+from fusedmoe.schedule import POLICIES, CostModel, Plan, StepCosts, simulate
 from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.plan_chooser import PlanChooser
@@ -110,12 +110,7 @@ class Trainer:
         With "auto" and "flowmoe", plans are tried in the first steps until the fastest is found. See `tune_step` for
         `resumed`, `tell` and `measure`.
         """
-        settings, blocks = self._settings, self._blocks
-        more: dict[str, Any] = {}
-        if blocks is not None:
-            more = {"blocks": blocks, "samples": micro_batch_axis_size(settings, self._topology.mp.size)}
-        more["dense"] = self.model.dense_parameters()
-        step = PlannedStep(self.model, self._topology, costs, self._workload, **more)
+        settings, step = self._settings, self._planned_step(costs, self._blocks)
         if settings.schedule in TUNED_POLICIES:
             self.tuning = tune_step(step, settings.schedule, measure=measure, resumed=resumed, tell=tell)
             candidate = self.tuning.now
@@ -173,9 +168,7 @@ class Trainer:
         return found
 
     def _measure_tasks(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
-        topology, workload = self._topology, self._workload
-        dense = self.model.dense_parameters()
-        step = PlannedStep(self.model, topology, costs, workload, blocks=blocks, dense=dense)
+        topology, step = self._topology, self._planned_step(costs, blocks)
         self._buckets = step.buckets
         plans = measurement_plans(step.costs, micro_batch_axis_size(self._settings, topology.mp.size))
 
@@ -185,7 +178,7 @@ class Trainer:
 
         with self._preserve_state():
             observed = observe_steps(topology, plans, step.costs, run, budget_s)
-        return replace(observed, rows=workload.rows)
+        return replace(observed, rows=step.workload.rows)
 
     @contextmanager
     def _preserve_state(self) -> Iterator[None]:
@@ -206,10 +199,11 @@ class Trainer:
         axis = split_axis(self._settings, self._topology.mp.size)
         return self.model.pipeline_blocks(axis) if uses_micro_batches(self._settings) else None
 
-    @property
-    def _workload(self) -> Workload:
-        topology = self._topology
-        return step_workload(self._settings, topology.ep.size, topology.esp.size, topology.mp.size)
+    def _planned_step(self, costs: CostModel, blocks: PipelinedBlocks | None) -> PlannedStep:
+        settings, topology, dense = self._settings, self._topology, self.model.dense_parameters()
+        workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
+        samples = None if blocks is None else micro_batch_axis_size(settings, topology.mp.size)
+        return PlannedStep(self.model, topology, costs, workload, blocks=blocks, samples=samples, dense=dense)
 
     def close(self) -> None:
         if self.sharded_experts is not None:

@@ -224,10 +224,7 @@ ALIASES = {"Mixtral-8x7B": "Mixtral-7B"}
 
 
 def named_model(name: str) -> ModelConfig:
-    """Return the model with this name, case-insensitively. Raises `ConfigError` for an unknown name.
-
-    Names in `ALIASES` are known, too.
-    """
+    """Return the model with this name or alias, case-insensitively. Raises `ConfigError` for an unknown name."""
     models = {known.lower(): model for known, model in MODELS.items()}
     models |= {alias.lower(): MODELS[known] for alias, known in ALIASES.items()}
     if name.lower() in models:

@@ -34,10 +34,10 @@ _TITAN_PARALLEL = {
 
 
 def read_job(path: Path) -> ExternalJob:
-    """Read a job's model and sizes.
+    """Read a job. Its suffix selects the format.
 
-    The suffix selects the format: `.json` for a config.json of Hugging Face transformers; `.toml` for a torchtitan job;
-    `.yaml` and `.yml` for Megatron-core's arguments; any other for a command line with them.
+    `.json`: config.json of Hugging Face transformers. `.toml`: torchtitan. `.yaml`, `.yml`: Megatron-core's arguments.
+    Any other: a command line with these arguments.
 
     Raises `ConfigError` with file and field if the file cannot be read, or a field is missing or unsupported.
     """

@@ -165,12 +165,7 @@ class DenseUntilExpertsInPositions(DenseUntilExperts):
 
 
 class BlockPipeline:
-    """Blocks up to the last block with experts, as one pipeline; shares the blocks' parameters.
-
-    Attributes:
-        pipelined: the blocks with experts.
-        trailing_blocks: the blocks after the last block with experts.
-    """
+    """Blocks up to the last block with experts, as one pipeline that shares their parameters, and `trailing_blocks`."""
 
     def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
         # Each group ends with a block with experts.
@@ -267,10 +262,9 @@ class Transformer(ShardedModule):
         self.register_load_state_dict_pre_hook(require_own_experts)
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
-        """Return the loss of a batch; collective over all ranks.
+        """Return the loss of a batch, [B, L] int64, equal on all ranks of the MP group. Collective over all ranks.
 
-        Args:
-            tokens_BL, targets_BL: [B, L] int64, equal on every rank of the MP group; targets of `IGNORE` do not count.
+        Targets of `IGNORE` do not count.
         """
         if tokens_BL.shape != targets_BL.shape:
             raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
@@ -369,10 +363,7 @@ class Transformer(ShardedModule):
 def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: int) -> Workload:
     """Return the workload of one rank in one block with experts, for the tokens of all `esp` ranks that shard them.
 
-    Each rank has 1/mp of its replica's batch.
-
-    Args:
-        itemsize: bytes per element sent.
+    Each rank has 1/mp of its replica's batch. `itemsize`: bytes per element sent.
     """
     assert config.experts is not None
     batch = max(1, config.batch * esp // mp)

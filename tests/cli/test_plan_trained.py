@@ -14,12 +14,18 @@ import torch
 
 from fusedmoe import Topology
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology, resolve_sizes
 from fusedmoe.cli.main import main
 from fusedmoe.cli.plan_command import PlanReport
-from fusedmoe.cli.scale import machine_sizes_and_costs
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.step_plans import PlannedJob, make_meta_model, no_split_reason, selected_policy, step_workload
+from fusedmoe.cli.step_plans import (
+    PlannedJob,
+    machine_costs,
+    make_meta_model,
+    no_split_reason,
+    selected_policy,
+    step_workload,
+)
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig, named_model
@@ -160,12 +166,11 @@ def test_joint_policy_is_never_slower_than_others(machine: str, ranks: int) -> N
         model = named_model(name)
         settings = Settings(replace(model, layers=layers * model.moe_every), dtype=figures.dtype, schedule="auto")
         try:
-            sizes, costs = machine_sizes_and_costs(figures, settings, ranks)
+            sizes, settings = resolve_sizes(settings, Launch(0, ranks, 0, figures.node(ranks)))
+            costs = machine_costs(figures, settings, sizes, ranks)
         except ConfigError:
             continue  # the model has too few experts
-        settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
-        launch = Launch(0, ranks, 0, sizes.ranks_per_node)
-        plans = planned_job(settings, launch, sizes, costs).plans()
+        plans = planned_job(settings, Launch(0, ranks, 0, sizes.ranks_per_node), sizes, costs).plans()
         assert len({planned.costs.gradient_bytes for planned in plans.values()}) == 1
         seconds = {policy: makespan(*planned) for policy, planned in plans.items()}
         assert seconds.get("joint", 0.0) <= min(seconds.values()) * (1 + 1e-9), (name, layers, seconds)
