@@ -63,7 +63,7 @@ def answer_facts(
     """Return the answer as plain types, times in seconds.
 
     Args:
-        plans: of every policy (`PlannedJob.plans`); `policy` is the reported one.
+        policy: the reported policy of `plans`.
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
         layouts: number of compared layouts; 0 if the sizes were given.
     """
@@ -209,6 +209,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     if memory["fits"] is False:
         why = "least memory: none fits" if compared else why
     low_s, high_s = facts["step_range_s"]
+    step = f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})"
     batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
     exposed, after_s = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step", facts["gradients_after_s"]
     exposed += f", {ms(after_s)} of it gradients reduced after the step" if after_s else ""
@@ -217,11 +218,7 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
         ("chunks", chunks, f"policy {policy}"),
-        (
-            "step",
-            f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})",
-            f"{batches}±{error:.0%}: {facts['error_source']}",
-        ),
+        ("step", step, f"{batches}±{error:.0%}: {facts['error_source']}"),
         ("exposed communication", ms(facts["exposed_s"]), exposed),
         ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
         ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),

@@ -61,11 +61,7 @@ class Attempt(NamedTuple):
 
 
 def find_attempt(run_dir: Path | None, timeout_s: float) -> Attempt:
-    """Return this attempt, with the earlier run folder at `run_dir`, by default in runs/*. Collective under torchrun.
-
-    Raises:
-        ConfigError, RankError: a rank failed or did not join within `timeout_s`.
-    """
+    """Return this attempt, and the earlier run folder at `run_dir`, by default in runs/*. Collective under torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Attempt()
     # A temporary topology: the job's parallel sizes may depend on the earlier run's settings.

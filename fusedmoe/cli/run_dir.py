@@ -37,11 +37,8 @@ class RunDir:
         self.checkpoint, self.metrics = path / "checkpoint", path / "metrics.jsonl"
         self.loads, self.loads_figure_path = path / "loads.json", path / "loads.png"
         # Timeline of one step, and its comparison with the prediction as a table.
-        self.timeline_figure_path, self.trace, self.parts = (
-            path / "timeline.png",
-            path / "trace.json",
-            path / "parts.txt",
-        )
+        self.timeline_figure_path, self.trace = path / "timeline.png", path / "trace.json"
+        self.parts = path / "parts.txt"
         # Inputs of a resumed job.
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
 

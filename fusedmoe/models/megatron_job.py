@@ -92,10 +92,7 @@ def _parsed(text: str) -> Any:
 
 
 def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
-    """Return the job of Megatron-core's arguments. Missing arguments have Megatron's defaults.
-
-    Raises `ConfigError` with argument and file if one is missing or unsupported.
-    """
+    """Return the job of Megatron-core's arguments. Missing arguments have Megatron's defaults."""
     fields = Fields(path, data)
     stages = fields.stages("pipeline_model_parallel_size", "context_parallel_size")
     layers, model_dim, heads = (fields.count(name) for name in ("num_layers", "hidden_size", "num_attention_heads"))
