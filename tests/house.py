@@ -39,7 +39,7 @@ BUDGETS = {
     "hf": 1758,
     "kernels": 9213,
     "layers": 2515,
-    "models": 1604,
+    "models": 1605,
     "placement": 3961,
     "runtime": 1609,
     "schedule": 6523,

@@ -103,6 +103,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     # As in Megatron-LM's arguments.
     default_hidden = int(4 * model_dim * 2 / 3 / 64) * 64 if is_gated else 4 * model_dim
     dense_hidden = fields.count("ffn_hidden_size", default=default_hidden)
+    dense_layers = _dense_layers(fields, layers)
     if _is_set(fields, "group_query_attention"):
         groups: int | None = fields.count("num_query_groups", default=1)
     else:
@@ -117,7 +118,7 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "experts": fields.count("num_experts", "num_moe_experts"),
         "k": fields.count("moe_router_topk", default=2),
         "shared_hidden": fields.count("moe_shared_expert_intermediate_size", default=0, least=0),
-        "dense_layers": _dense_layers(fields, layers),
+        "dense_layers": dense_layers,
         "seq_len": fields.count("seq_length"),
         "batch": fields.count("micro_batch_size", default=1),
         "vocab_size": fields.optional("padded_vocab_size", "vocab_size"),
