@@ -80,7 +80,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
         ep = settings.ep or ranks // (settings.esp or 1)
     esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
     # gcd(n, 0) is n: without dense blocks only the number of heads limits mp.
-    dense = model.dense_size if model.has_dense_layers else 0
+    dense = model.dense_size if model.num_moe_layers < model.layers else 0
     mp = settings.mp or gcd(per_node, model.key_heads, dense)
     for what, need in (("ep · esp", ep * esp), ("mp", mp)):
         if ranks % need:

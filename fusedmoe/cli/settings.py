@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fusedmoe.errors import TIMEOUT_CURE, ConfigError, printable
 from fusedmoe.files import parse_json, read_text
@@ -289,28 +289,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("timeline_step", "steps before the step whose timeline is recorded"),
     ),
 }
-
-
-class Commands(Protocol):
-    """Result of `argparse.ArgumentParser.add_subparsers`."""
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-        """Create the parser of a command."""
-
-
-def add_parser(commands: Commands, name: str, text: str, epilog: str, module: str) -> argparse.ArgumentParser:
-    """Add a subcommand's parser. `text`: summary, blank line, description. `module`: its `run` executes the command."""
-    summary, _, description = text.partition("\n\n")
-    parser = commands.add_parser(
-        name,
-        help=summary[:1].lower() + summary[1:].removesuffix("."),
-        usage=f"fusedmoe {name} [FLAG ...]",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(module=module)
-    return parser
 
 
 #: Flags that affect a training step and its plan.
