@@ -66,7 +66,9 @@ def parse_json(text: str, what: str) -> Any:
     Raise `ConfigError` that starts with `what` if the text is not JSON or the digest differs.
     """
     held, digest = _split(text, what)
-    if digest not in (None, _digest(held)):
+    # A damaged key of the digest must not make the rest valid.
+    renamed = digest is None and isinstance(held, dict) and any(_is_digest(value) for value in held.values())
+    if renamed or digest not in (None, _digest(held)):
         raise ConfigError(f'{what}: damaged or edited (digest mismatch). If you edited it, remove its "{_DIGEST}"')
     return held
 
@@ -123,6 +125,10 @@ def load_with_digest(text: str, what: str) -> dict[str, Any]:
     if digest is None or digest != _digest(held):
         raise ConfigError(f"{what} is damaged (digest mismatch)")
     return dict(held)
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 2 * hashlib.sha256().digest_size
 
 
 def _digest(held: Any) -> str:

@@ -26,7 +26,7 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 2941,
+    ".": 2947,
     "autograd": 2283,
     "blocks": 2792,
     "cli": 4810,
@@ -37,11 +37,11 @@ BUDGETS = {
     "gates": 1615,
     "graph": 3235,
     "hf": 1738,
-    "kernels": 9081,
+    "kernels": 9082,
     "layers": 2518,
     "models": 1605,
     "placement": 3815,
-    "runtime": 1574,
+    "runtime": 1578,
     "schedule": 6413,
     "training": 5261,
     "tutel": 3185,

@@ -13,7 +13,9 @@ from triton.experimental.gluon import language as gl
 
 from bench.gpu.exercise import PASSED
 
-_PROGRAMS, _GROUPS = 8, 3
+_PROGRAMS = 8
+#: Warp groups, the first included.
+GROUPS = 3
 
 
 @gluon.jit
@@ -31,9 +33,9 @@ def warps_kernel(out_ptr, GROUPS: gl.constexpr):
 
 
 def main() -> None:
-    out = torch.full((_PROGRAMS, _GROUPS), -1, dtype=torch.int32, device="cuda")
-    warps_kernel[(_PROGRAMS,)](out, _GROUPS, num_warps=4)
-    right = torch.arange(_GROUPS, dtype=torch.int32, device="cuda").expand(_PROGRAMS, -1)
+    out = torch.full((_PROGRAMS, GROUPS), -1, dtype=torch.int32, device="cuda")
+    warps_kernel[(_PROGRAMS,)](out, GROUPS, num_warps=4)
+    right = torch.arange(GROUPS, dtype=torch.int32, device="cuda").expand(_PROGRAMS, -1)
     if not torch.equal(out, right):
         raise AssertionError(f"the warp groups stored {out.tolist()}")
     print(PASSED)

@@ -291,7 +291,8 @@ class RowGradients:
         self._dy, self._da = dy_SM.new_empty((self.max_rows, dim)), dy_SM.new_empty((self.max_rows, hidden))
         # `_a` holds activations that no parameter gradient needs.
         self._step = step
-        self._act, self._a = (dy_SM.new_empty((min(self.max_rows, step), hidden)) for _ in range(2))
+        part_rows = min(self.max_rows, step)
+        self._act, self._a = dy_SM.new_empty((part_rows, hidden)), dy_SM.new_empty((part_rows, hidden))
         self._dx_NM = dy_SM.new_empty((rows, input_dim)) if needs_grad.x_SM else None
         self.dweight_N = dy_SM.new_zeros(rows) if weight_N is not None and needs_grad.weight_N else None
 
