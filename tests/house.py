@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3118,
-    "autograd": 2338,
-    "blocks": 2792,
-    "cli": 5093,
-    "comm": 4315,
+    ".": 3135,
+    "autograd": 2347,
+    "blocks": 2818,
+    "cli": 5108,
+    "comm": 4399,
     "compat": 853,
-    "engine": 3293,
+    "engine": 3323,
     "experts": 1477,
     "gates": 1661,
     "graph": 3347,
-    "hf": 1758,
-    "kernels": 9213,
-    "layers": 2515,
+    "hf": 1772,
+    "kernels": 9247,
+    "layers": 2595,
     "models": 1675,
     "placement": 3961,
     "runtime": 1609,
-    "schedule": 6523,
+    "schedule": 6542,
     "training": 5887,
-    "tutel": 3218,
+    "tutel": 3237,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {

@@ -56,8 +56,6 @@ def cases(device: torch.device) -> Cases:
         "clamped_swiglu": [(random(13, 8), 1.702, 0.5), (random(0, 8), 1.0, 7.0)],
         "pack_bf16": [(rows_NM.detach().requires_grad_(),)],
         "unpack_bf16": [(rows_NM.bfloat16().requires_grad_(), torch.float32)],
-        "pack_fp8": [(rows_NM,)],
-        "unpack_fp8": [(torch.randint(0, 120, (7, 13), dtype=torch.uint8, device=device), torch.float32)],
     }
 
 
