@@ -1,4 +1,4 @@
-"""Hooks: user code at six points of a layer (FSMoE §3.1), and two ready-made compression hooks."""
+"""Hooks: user code at six points of a layer (FSMoE §3.1), and a ready-made compression hook."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fusedmoe.comm.wire_format import WireFormat
 from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels import wire
-from fusedmoe.kernels.derivatives import operator, register_fake, transform_gradient
+from fusedmoe.kernels.derivatives import transform_gradient
 
-__all__ = ["WireCast", "WireFp8"]
+__all__ = ["WireCast"]
 
 Direction = Literal["forward", "backward"]
 
@@ -98,7 +98,7 @@ class WireCast(Hooks):
     """Compression: send tokens and their summed results in a narrower floating-point dtype.
 
     Halves the bytes of dispatch and combine for float32 tokens, in forward and backward. Every sent element is rounded.
-    Router weights, ESP collectives and the experts' computation keep their dtype.
+    Router weights, ESP collectives and the experts' computation keep their dtype. For fp8: `Schedule(wire=…)`.
 
     Args:
         dtype: of sent rows, e.g. torch.bfloat16.
@@ -126,26 +126,31 @@ class WireCast(Hooks):
         return f"WireCast({self.dtype})"
 
 
-class WireFp8(Hooks):
-    """Compression: send tokens and their summed results as fp8 (e4m3), one byte per element and one scale per row.
+class _WireHooks(Hooks):
+    """Sends rows in a `WireFormat` after the hooks of the user, which receive rows in their own dtype."""
 
-    A quarter of the bytes of dispatch and combine for float32 rows, half for bfloat16, in forward and backward. The
-    error of a sent element is at most 2⁻⁴ of itself, or 2⁻¹⁸ of the largest in its row. Non-finite values are received
-    as NaN. The experts compute in the rows' own dtype. Format: `fusedmoe.kernels.wire`.
-    """
+    def __init__(self, wire: WireFormat) -> None:
+        self.wire = wire
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
         context.memory[self] = rows.dtype
-        return pack_fp8(rows)
+        return self.wire.encode(rows)
 
     def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return unpack_fp8(rows, context.memory[self])
+        return self.wire.decode(rows, context.memory[self])
 
-    before_combine = before_dispatch
-    after_combine = after_dispatch
+    def before_combine(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self.before_dispatch(rows, context) if self.wire.encodes_results else rows
 
-    def __repr__(self) -> str:
-        return "WireFp8()"
+    def after_combine(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self.after_dispatch(rows, context) if self.wire.encodes_results else rows
+
+
+def hooks_and_wire(hooks: Sequence[Hooks], wire: WireFormat | None) -> tuple[Sequence[Hooks], WireFormat | None]:
+    """Return the hooks and the format for the collectives of a layer: with hooks, the last of them encodes the rows."""
+    if wire is None or not hooks:
+        return hooks, wire
+    return (*hooks, _WireHooks(wire)), None
 
 
 def validate_hooks(hooks: object) -> tuple[Hooks, ...]:
@@ -182,25 +187,3 @@ def _hook_gradient(hooks: Sequence[Hooks], tensor: Tensor, point: str, chunk: in
         return run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
 
     return transform_gradient(tensor, apply_hooks, "hooks at a layer's start and end")
-
-
-@operator("pack_fp8")
-def pack_fp8(rows_NM: Tensor) -> Tensor:
-    """Pack [n, M] floating point into [n, M + 4] uint8."""
-    return wire.pack_fp8(rows_NM)
-
-
-@register_fake(pack_fp8)
-def _(rows_NM: Tensor) -> Tensor:
-    return rows_NM.new_empty((rows_NM.shape[0], rows_NM.shape[1] + wire.SCALE_BYTES), dtype=torch.uint8)
-
-
-@operator("unpack_fp8")
-def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack [n, M + 4] uint8 into [n, M] of `dtype`."""
-    return wire.unpack_fp8(packed, dtype)
-
-
-@register_fake(unpack_fp8)
-def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((packed.shape[0], packed.shape[1] - wire.SCALE_BYTES), dtype=dtype)

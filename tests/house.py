@@ -26,25 +26,25 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 2947,
-    "autograd": 2283,
-    "blocks": 2792,
-    "cli": 4810,
-    "comm": 4331,
+    ".": 2966,
+    "autograd": 2292,
+    "blocks": 2818,
+    "cli": 4825,
+    "comm": 4415,
     "compat": 793,
-    "engine": 3291,
+    "engine": 3321,
     "experts": 1473,
     "gates": 1615,
     "graph": 3235,
-    "hf": 1738,
-    "kernels": 9082,
-    "layers": 2518,
+    "hf": 1752,
+    "kernels": 9116,
+    "layers": 2598,
     "models": 1605,
     "placement": 3815,
     "runtime": 1578,
-    "schedule": 6413,
+    "schedule": 6432,
     "training": 5261,
-    "tutel": 3185,
+    "tutel": 3204,
 }
 # Phrases that are wrong in any docstring or comment, each with the words to use.
 PHRASES = {

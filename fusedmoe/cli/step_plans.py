@@ -19,10 +19,12 @@ from fusedmoe import Topology
 from fusedmoe.blocks.pipeline import Along
 from fusedmoe.cli.job import WIRE_DTYPES, Sizes, make_model
 from fusedmoe.cli.settings import Settings
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.experts.networks import Place
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts, make_gate
+from fusedmoe.names import FP8_WIRES
 from fusedmoe.runtime.cache import cached_plans, machine_facts, read_cached_tasks
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule import (
@@ -146,7 +148,9 @@ def compute_dtype(settings: Settings) -> torch.dtype:
 
 def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
-    return block_workload(settings.model, ep, esp, mp, travels.itemsize)
+    workload = block_workload(settings.model, ep, esp, mp, travels.itemsize)
+    wire = find_wire_format(settings.wire_dtype) if settings.wire_dtype in FP8_WIRES else None
+    return workload if wire is None else workload.encoded(*wire.element_bytes(workload.model_dim))
 
 
 def make_meta_model(settings: Settings) -> Transformer:

@@ -127,7 +127,16 @@ class ScheduledExchange(PlannedLayer):
             facts |= {"number of experts": own.num_experts, "model_dim and hidden": own.widths, "gated": own.gated}
             self.topology.require_equal_facts(facts, self._name)
         self.plans = plans
-        self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
+        self._make_dispatcher()
+
+    def set_wire(self, wire: str | None) -> None:
+        """Replace the format of rows between ranks (`Schedule`). Collective."""
+        self.topology.require_equal_facts({"wire": wire}, self._name)
+        self.plans.set_wire(wire)
+        self._make_dispatcher()
+
+    def _make_dispatcher(self) -> None:
+        self.dispatcher = make_dispatcher("direct", self.plans, (), None, self._name)
         if (collectives := self.dispatcher.collectives) is not None:
             collectives.graph_module = self.experts.graph_module()
 

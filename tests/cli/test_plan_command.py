@@ -340,7 +340,7 @@ def test_help_of_plan_profile_and_trace_has_examples(capsys: pytest.CaptureFixtu
         assert end.value.code == 0 and all(word in out for word in words)
 
 
-@pytest.mark.parametrize("flags", [["--order", "einsum"], *slowly(["--wire-dtype", "bf16"])])
+@pytest.mark.parametrize("flags", [["--order", "einsum"], ["--wire", "fp8"], *slowly(["--wire-dtype", "bf16"])])
 def test_plan_accepts_einsum_order_and_wire_dtype(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--testbed", "A", "--layers", "2", "--schedule", "lancet", *flags]) == 0
     assert "lancet" in capsys.readouterr().out

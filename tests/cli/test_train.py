@@ -294,8 +294,9 @@ def test_training_with_closed_stdout_pipe_is_not_file_error(
     [
         {"ranks_per_node": 2},
         {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "bf16"},
+        {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "fp8"},
     ],
-    ids=["papers-layout", "ep4-bf16-wire"],
+    ids=["papers-layout", "ep4-bf16-wire", "ep4-fp8-wire"],
 )
 def test_four_rank_job_resumes_to_same_losses(
     cluster: Cluster, tmp_path: Path, text: Path, changes: dict[str, Any]

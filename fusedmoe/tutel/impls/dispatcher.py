@@ -16,6 +16,7 @@ from fusedmoe.autograd.experts import cast_down
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.comm import RowForm, make_all_to_all
 from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, find_no_plans
 from fusedmoe.engine.dispatcher import Local, Routed
@@ -121,16 +122,24 @@ class LayerDispatcher:
         dispatch: all-to-all algorithm, "direct" or "2dh".
         replicas: number of ep ranks that compute the same expert; its rows are distributed over them round-robin.
         peers: ranks that make the same call although no rows are exchanged between them.
+        wire: format of the rows, as for `fusedmoe.Schedule`.
     """
 
     def __init__(
-        self, topology: Topology, dispatch: str = "direct", replicas: int = 1, peers: Topology | None = None
+        self,
+        topology: Topology,
+        dispatch: str = "direct",
+        replicas: int = 1,
+        peers: Topology | None = None,
+        wire: str | None = None,
     ) -> None:
         self.topology, self.replicas = topology, replicas
         self.checks, self._peers = InputChecks(topology, "moe_layer"), None
         if peers is not None and peers.size > 1:
             self._peers = Collectives(peers, make_all_to_all("direct", peers), name="moe_layer")
-        self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
+        all_to_all = make_all_to_all(dispatch, topology, find_wire_format(wire))
+        self._wire = all_to_all.wire
+        self._collectives = Collectives(topology, all_to_all, name="moe_layer")
         # Gloo uses threads, not streams.
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.runner.streams = None
@@ -235,6 +244,8 @@ class LayerDispatcher:
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size).sending(
                 exchange.tokens_per_pair
             )
+            if self._wire is not None:
+                workload = workload.encoded(*self._wire.element_bytes(x_SM.shape[1]))
         can_rechunk = in_chunks().can_rechunk
         key = (degree, workload, can_rechunk)
         if key not in self._plans:

@@ -145,11 +145,12 @@ def _of_wire_formats() -> list[AotCase]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         half, kind = dtype == torch.bfloat16, str(dtype)[6:]
         for dim in (100, 512, 4096, 7168):
-            options, block = wire.launch_options(dim), wire.columns(dim)
+            options, blocks = wire.launch_options(dim), wire.num_blocks(dim)
             of_rows = {"x_ptr": dtype, "M": dim, "stride": dim}
-            pack = {**of_rows, "out_ptr": torch.uint8, **wire.pack_constants(dim)}
+            pack = {**of_rows, "blocks": blocks, "out_ptr": torch.uint8, **wire.pack_constants(dim)}
             out = torch.int16 if half else dtype
-            unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "AS_BF16": half, "BLOCK": block}
+            unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "blocks": blocks}
+            unpack |= {"AS_BF16": half, **wire.block_constants(dim)}
             kernels = (
                 ("pack fp8", wire.pack_fp8_kernel, pack),
                 ("unpack fp8", wire.unpack_fp8_kernel, unpack),
