@@ -66,9 +66,7 @@ def parse_json(text: str, what: str) -> Any:
     Raise `ConfigError` that starts with `what` if the text is not JSON or the digest differs.
     """
     held, digest = _split(text, what)
-    # A damaged key of the digest must not make the rest valid.
-    renamed = digest is None and isinstance(held, dict) and any(_is_digest(value) for value in held.values())
-    if renamed or digest not in (None, _digest(held)):
+    if _has_damaged_key(held, digest) or digest not in (None, _digest(held)):
         raise ConfigError(f'{what}: damaged or edited (digest mismatch). If you edited it, remove its "{_DIGEST}"')
     return held
 
@@ -127,8 +125,10 @@ def load_with_digest(text: str, what: str) -> dict[str, Any]:
     return dict(held)
 
 
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 2 * hashlib.sha256().digest_size
+def _has_damaged_key(held: Any, digest: Any) -> bool:
+    """Return whether an object without a digest has one under another key."""
+    values = held.values() if isinstance(held, dict) and digest is None else ()
+    return any(isinstance(value, str) and len(value) == 2 * hashlib.sha256().digest_size for value in values)
 
 
 def _digest(held: Any) -> str:
