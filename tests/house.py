@@ -26,7 +26,7 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 2963,
+    ".": 2964,
     "autograd": 2292,
     "blocks": 2818,
     "cli": 4825,
