@@ -143,11 +143,16 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             y_RD = self._collectives.combine_by_operators(y_RD, handle)
         return y_RD.to(x_TD.dtype)
 
-    def through_experts(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
-        """Dispatch tokens, run the experts and combine, as scheduled. Return [T, D]."""
+    def through_experts(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, block_input: Tensor
+    ) -> Tensor:
+        """Dispatch tokens, run the experts and combine, as scheduled. Return [T, D].
+
+        `block_input`: [B, L, D], the input of the routed and the shared experts.
+        """
         assert self.exchange is not None
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
-        return self.exchange.through_experts(x_TD, layout, topk_scores_TK)
+        return self.exchange.through_experts(x_TD, layout, topk_scores_TK, block_input)
 
 
 class FusedExperts(GroupedExperts):
@@ -261,7 +266,7 @@ class FusedRoutedExperts(RoutedExperts):
         with spmd.no_typecheck():
             scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
             x_TD = x_BLD.flatten(0, 1).to(dtype)
-            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK)
+            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK, x_BLD)
             return y_TD.view(x_BLD.shape).to(x_BLD.dtype)
 
 

@@ -155,5 +155,5 @@ class ExpertParallel(EPImplementation):
         refusal = self._exchange.checks.values_refusal(x_TM, weight_TK)
         x_TM = x_TM.to(row_dtype(base_parameter(experts, "down_proj"), hidden_states))
         layout = autograd.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
-        y_TM = self._exchange.run_by_plan(Routed(x_TM, layout, weight_TK, refusal))
+        y_TM = self._exchange.run_by_plan(Routed(x_TM, layout, weight_TK, refusal), hidden_states)
         return join_rows(y_TM, batch_group, counts).to(hidden_states.dtype)

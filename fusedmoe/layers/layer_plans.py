@@ -33,7 +33,15 @@ if TYPE_CHECKING:
     from fusedmoe.schedule.workload import Workload
 
 
-class PlannedExperts(LocalExperts, Protocol):
+class PredictedExperts(Protocol):
+    """Experts whose duration costs predict."""
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """Return the workload of a rank that sends `rows` rows."""
+        ...
+
+
+class PlannedExperts(LocalExperts, PredictedExperts, Protocol):
     """Experts that support plans: `Experts`, and experts of other libraries (`ExternalExperts`)."""
 
     @property
@@ -45,10 +53,6 @@ class PlannedExperts(LocalExperts, Protocol):
 
     def describe(self) -> str:
         """Return a description of these experts, for the key of cached measurements."""
-        ...
-
-    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Return the workload of a rank that sends `rows` rows."""
         ...
 
 
@@ -77,7 +81,7 @@ class LayerPlans:
     puts, limit = False, 1
     #: One-sided kernels are required; compiled graphs, which use collectives, cannot hold such a layer.
     requires_puts = False
-    shared: PlannedExperts | None = None
+    shared: PredictedExperts | None = None
 
     def __init__(self, parts: LayerParts, is_placed: bool = False) -> None:
         self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
@@ -121,6 +125,10 @@ class LayerPlans:
             if missing:
                 raise ConfigError(f"{own} has no {missing[0]}, which every chunk of this layer goes through; add it")
         self.assigned = AssignedPlans(plans, gradients, beside)
+
+    def set_shared(self, shared: PredictedExperts) -> None:
+        """Plan the next batches with this shared expert."""
+        self.shared = shared
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
         """Plan the next batches of rows like `like` with new costs. No effect without a schedule."""

@@ -20,7 +20,7 @@ from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import AssignedPlans, Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
+from fusedmoe.layers.layer_plans import LayerParts, LayerPlans, PredictedExperts
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import CostModel, Durations, Observed
@@ -281,6 +281,11 @@ class ScheduledPlans(LayerPlans):
 
     def measure_costs(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
         return measure_layer(self, like, all_to_all)
+
+    def set_shared(self, shared: PredictedExperts) -> None:
+        if self.shared is None:
+            self.plans_by_workload.clear()
+        super().set_shared(shared)
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
         self._costs[like.dtype, like.device] = costs

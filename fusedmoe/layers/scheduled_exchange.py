@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import Routed
+from fusedmoe.engine.dispatcher import Routed, SharedExpert
 from fusedmoe.engine.module_hooks import needs_module_call
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.engine.wrappers import watch_utilities
 from fusedmoe.gates import Random
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
+from fusedmoe.layers.external_shared import SharedModule, calling_block, offer, set_result
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.layer_plans import LayerParts, PlannedLayer
 from fusedmoe.orders import Dropless
@@ -135,7 +136,9 @@ class ScheduledExchange(PlannedLayer):
     def can_plan(self) -> bool:
         return self.plans.can_plan
 
-    def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
+    def through_experts(
+        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor, block_input: Tensor | None = None
+    ) -> Tensor:
         """Dispatch tokens, run the experts and combine: [S, M], each token's weighted sum of outputs. Collective.
 
         If the schedule gives a plan, received tokens and expert activations are saved for backward, as in `MoELayer`.
@@ -143,13 +146,15 @@ class ScheduledExchange(PlannedLayer):
         Args:
             x_SM: [S, M] in the dtype to send; ranks may have different S.
             layout: layout of the S·K (token, expert) rows sorted by global expert index.
+            block_input: as in `run_by_plan`.
         Raises:
             ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
         if torch.compiler.is_compiling() or not self.can_plan:
             return self.run_in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
         self.checks.raise_deferred()
-        return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
+        refusal = self.checks.values_refusal(x_SM, weight_SK)
+        return self.run_by_plan(Routed(x_SM, layout, weight_SK, refusal), block_input)
 
     def run_in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
         """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
@@ -159,10 +164,32 @@ class ScheduledExchange(PlannedLayer):
             return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
-    def run_by_plan(self, routed: Routed) -> Tensor:
-        """Like `through_experts`, for checked tokens, outside of graphs."""
+    def run_by_plan(self, routed: Routed, block_input: Tensor | None = None) -> Tensor:
+        """Like `through_experts`, for checked tokens, outside of graphs.
+
+        `block_input`: input of the calling block's experts, [..., M], whose shared expert the plan may compute.
+        """
         if not isinstance(routed.refusal, NonFinite):
             self.checks.refuse_without_exchange(routed.refusal)
+        block = None
+        if block_input is not None and self.can_plan:
+            block = calling_block(self.experts.module)
+        if block is not None and block_input is not None and not block.is_shared_first:
+            routed = routed._replace(shared=offer(block, block_input))
+            self.plans.set_shared(SharedModule(block.shared))
+        y_SM = self._run(routed)
+        if block is not None and block_input is not None and routed.shared is not None:
+            set_result(block, routed.shared, block_input)
+        return y_SM
+
+    def run_with_shared(self, routed: Routed, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Like `run_by_plan`; also return `module(x)`, [S, M], if the plan has computed this shared expert."""
+        shared = SharedExpert(SharedModule(module), x.view(-1, x.shape[-1]))
+        self.plans.set_shared(shared.module)
+        y_SM = self._run(routed._replace(shared=shared))
+        return y_SM, shared.result
+
+    def _run(self, routed: Routed) -> Tensor:
         with self.topology.guard(self._name):
             self.plans.parts.gate.k = routed.layout.k
             return self.dispatcher.through_experts(routed, self.experts)

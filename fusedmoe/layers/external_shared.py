@@ -1,0 +1,170 @@
+"""The shared expert of another library's block as a task of the plan of the block's `ScheduledExchange`.
+
+The block calls both kinds of experts itself. In between, the shared expert's `forward` returns the plan's result once:
+
+    y = self.experts(x, …)            # the plan also computes self.shared_experts(x)
+    y = y + self.shared_experts(x)    # returns this result
+
+The plan calls the block's module, so parameters, parametrizations and adapters stay as they are. Without a result, as
+in activation checkpoints, the block computes the shared expert after the combine, as without a plan.
+"""
+
+from __future__ import annotations
+
+from inspect import currentframe, unwrap
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fusedmoe.compat.torch import tensor_version
+from fusedmoe.engine.chunk_experts import AutogradExperts
+from fusedmoe.engine.dispatcher import SharedExpert
+from fusedmoe.engine.module_hooks import has_hooks
+from fusedmoe.kernels.layout import Layout
+
+if TYPE_CHECKING:
+    from fusedmoe.schedule.workload import Workload
+
+#: Attributes under which blocks hold a shared expert.
+NAMES = ("shared_experts", "shared_expert")
+# Frames between the forward of a block and the call of its exchange, wrappers of other libraries included.
+_MAX_FRAMES = 24
+
+
+class Block(NamedTuple):
+    """A block whose forward is running.
+
+    `is_shared_first`: it calls its shared expert before the routed experts.
+    """
+
+    module: nn.Module
+    shared: nn.Module
+    is_shared_first: bool
+
+
+class SharedModule:
+    """A shared expert in a module of another library, with the interface by which plans call and predict it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        y_SM: Tensor = type(self._module).forward(self._module, x_SM)
+        return y_SM
+
+    def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
+        # Leaves in place of parameters: hooks of a parameter run once, on the gradient that the plan returns.
+        called = _CalledModule(self._module)
+        named = {name: one for name, one in called.named_parameters() if one.requires_grad and torch.is_grad_enabled()}
+        leaves = {name: one.detach().requires_grad_() for name, one in named.items()}
+
+        def compute(x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+            y_SM: Tensor = torch.func.functional_call(called, leaves, (x_SM,))
+            return y_SM
+
+        return AutogradExperts(compute, list(named.values()), self._module, list(leaves.values()))
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        from fusedmoe.schedule.workload import Workload
+
+        shapes = [one.shape for one in self._module.parameters() if one.dim() == 2]
+        # A gated network with as many elements.
+        model_dim = max((min(shape) for shape in shapes), default=1)
+        hidden = max(1, round(sum(shape.numel() for shape in shapes) / (3 * model_dim)))
+        return Workload.of_rows(rows, model_dim, hidden, 1, True, itemsize, ep, esp)
+
+
+class _CalledModule(nn.Module):
+    """Calls the forward of a module's class, without a stand-in that was set on the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = type(self.module).forward(self.module, x)
+        return y
+
+
+class _ComputedForward:
+    """Stands in for the forward of `module` in its next call, and returns `y` if the input is `x`."""
+
+    def __init__(self, module: nn.Module, x: Tensor, y: Tensor) -> None:
+        self._module, self._x, self._y, self._version = module, x, y, _version(x)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        del self._module.forward
+        if len(args) == 1 and not kwargs and self._is_input(args[0]):
+            return self._y.view(args[0].shape)
+        y: Tensor = self._module.forward(*args, **kwargs)
+        return y
+
+    def _is_input(self, x: Any) -> bool:
+        own = self._x
+        facts = ((one.data_ptr(), one.numel(), one.dtype, one.requires_grad) for one in (own, x))
+        return isinstance(x, Tensor) and x.is_contiguous() and len({*facts}) == 1 and _version(x) == self._version
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else tensor_version(x)
+
+
+def calling_block(experts: nn.Module) -> Block | None:
+    """Return the block that calls these experts now, if it has a shared expert.
+
+    Libraries create experts without a reference to their block. None in compiled blocks, whose code is another.
+    """
+    frame: FrameType | None = currentframe()
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return None
+        module, code = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None, frame.f_code
+        if isinstance(module, nn.Module):
+            shared = next((child for name, child in module.named_children() if name in NAMES), None)
+            if shared is not None and code is unwrap(type(module).forward).__code__:
+                children = {id(child): name for name, child in module.named_children()}
+                return _block(module, shared, code.co_names, children, experts)
+        frame = frame.f_back
+    return None
+
+
+def _block(
+    module: nn.Module, shared: nn.Module, order: tuple[str, ...], children: dict[int, str], experts: nn.Module
+) -> Block | None:
+    # Wrappers, such as peft's, contain the experts.
+    holder = next((one for one in module.children() if one is not shared and experts in [*one.modules()]), None)
+    names = [children.get(id(one)) for one in (shared, holder)]
+    if holder is None or any(name not in order for name in names):
+        return None
+    first, second = (order.index(str(name)) for name in names)
+    return Block(module, shared, first < second)
+
+
+def offer(block: Block, x: Tensor) -> SharedExpert | None:
+    """Return the block's shared expert for a plan; None if the block must call it.
+
+    `x`: the input of both kinds of experts, [..., M].
+    """
+    shared = block.shared
+    if isinstance(vars(shared).get("forward"), _ComputedForward):  # the block did not call it
+        del shared.forward
+    if block.is_shared_first or not x.is_contiguous() or has_hooks(shared) or not all(map(_is_plain, shared.modules())):
+        return None
+    return SharedExpert(SharedModule(shared), x.view(-1, x.shape[-1]))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module has neither a replaced forward nor parameters that a wrapper manages."""
+    if "forward" in vars(module) or any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
+        return False
+    # FSDP1 replaces parameters by views of its flat parameter, whose gradients a plan could not return.
+    return not any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values())
+
+
+def set_result(block: Block, offered: SharedExpert, x: Tensor) -> None:
+    """Make the block's next call of its shared expert return the plan's result, if there is one."""
+    if offered.result is not None:
+        block.shared.forward = _ComputedForward(block.shared, x, offered.result)  # type: ignore[method-assign]
