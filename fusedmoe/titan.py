@@ -144,11 +144,11 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         return y_RD.to(x_TD.dtype)
 
     def through_experts(
-        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, block_input: Tensor
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, block_input: Tensor | None = None
     ) -> Tensor:
         """Dispatch tokens, run the experts and combine, as scheduled. Return [T, D].
 
-        `block_input`: [B, L, D], the input of the routed and the shared experts.
+        `block_input`: [B, L, D], the input of the shared experts, which a plan then computes.
         """
         assert self.exchange is not None
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
@@ -250,6 +250,12 @@ class FusedRoutedExperts(RoutedExperts):
         self.token_dispatcher.set_experts(
             _InnerExperts(inner, self.token_dispatcher.num_experts, inner.widths(), gated=True)
         )
+        self._has_tensor_parallelism = False
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Split the parameters, as torchtitan's class."""
+        self._has_tensor_parallelism = bool(parallel_dims.tp_enabled)
+        super().parallelize(parallel_dims)
 
     @property
     def fusedmoe_exchange(self) -> ScheduledExchange:
@@ -266,7 +272,9 @@ class FusedRoutedExperts(RoutedExperts):
         with spmd.no_typecheck():
             scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
             x_TD = x_BLD.flatten(0, 1).to(dtype)
-            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK, x_BLD)
+            # With tensor parallelism the shared experts communicate.
+            block_input = None if self._has_tensor_parallelism or _is_type_checking() else x_BLD
+            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK, block_input)
             return y_TD.view(x_BLD.shape).to(x_BLD.dtype)
 
 

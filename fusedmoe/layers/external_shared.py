@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NAMES = ("shared_experts", "shared_expert")
 # Frames between the forward of a block and the call of its exchange, wrappers of other libraries included.
 _MAX_FRAMES = 24
+# Packages whose forwards, set on a module, communicate only under tensor parallelism.
+_FORWARDS_OF = ("torchtitan.",)
 
 
 class Block(NamedTuple):
@@ -52,17 +54,17 @@ class SharedModule:
         self._module = module
 
     def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        y_SM: Tensor = type(self._module).forward(self._module, x_SM)
+        y_SM: Tensor = self._module(x_SM)
         return y_SM
 
     def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
         # Leaves in place of parameters: hooks of a parameter run once, on the gradient that the plan returns.
-        called = _CalledModule(self._module)
-        named = {name: one for name, one in called.named_parameters() if one.requires_grad and torch.is_grad_enabled()}
+        trains = torch.is_grad_enabled()
+        named = {name: one for name, one in self._module.named_parameters() if trains and one.requires_grad}
         leaves = {name: one.detach().requires_grad_() for name, one in named.items()}
 
         def compute(x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-            y_SM: Tensor = torch.func.functional_call(called, leaves, (x_SM,))
+            y_SM: Tensor = torch.func.functional_call(self._module, leaves, (x_SM,))
             return y_SM
 
         return AutogradExperts(compute, list(named.values()), self._module, list(leaves.values()))
@@ -77,35 +79,30 @@ class SharedModule:
         return Workload.of_rows(rows, model_dim, hidden, 1, True, itemsize, ep, esp)
 
 
-class _CalledModule(nn.Module):
-    """Calls the forward of a module's class, without a stand-in that was set on the module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = type(self.module).forward(self.module, x)
-        return y
-
-
 class _ComputedForward:
-    """Stands in for the forward of `module` in its next call, and returns `y` if the input is `x`."""
+    """Replaces the forward of `module` in its next call. Returns `y` if the input is `x`."""
 
     def __init__(self, module: nn.Module, x: Tensor, y: Tensor) -> None:
         self._module, self._x, self._y, self._version = module, x, y, _version(x)
+        self._replaced = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        del self._module.forward
+        self.remove()
         if len(args) == 1 and not kwargs and self._is_input(args[0]):
             return self._y.view(args[0].shape)
         y: Tensor = self._module.forward(*args, **kwargs)
         return y
 
+    def remove(self) -> None:
+        del self._module.forward
+        if self._replaced is not None:
+            self._module.forward = self._replaced
+
     def _is_input(self, x: Any) -> bool:
-        own = self._x
-        facts = ((one.data_ptr(), one.numel(), one.dtype, one.requires_grad) for one in (own, x))
-        return isinstance(x, Tensor) and x.is_contiguous() and len({*facts}) == 1 and _version(x) == self._version
+        if not isinstance(x, Tensor) or not x.is_contiguous() or _version(x) != self._version:
+            return False
+        own, given = ((one.data_ptr(), one.numel(), one.dtype, one.requires_grad) for one in (self._x, x))
+        return own == given
 
 
 def _version(x: Tensor) -> int:
@@ -148,23 +145,29 @@ def offer(block: Block, x: Tensor) -> SharedExpert | None:
 
     `x`: the input of both kinds of experts, [..., M].
     """
-    shared = block.shared
-    if isinstance(vars(shared).get("forward"), _ComputedForward):  # the block did not call it
-        del shared.forward
-    if block.is_shared_first or not x.is_contiguous() or has_hooks(shared) or not all(map(_is_plain, shared.modules())):
-        return None
-    return SharedExpert(SharedModule(shared), x.view(-1, x.shape[-1]))
+    before = vars(block.shared).get("forward")
+    if isinstance(before, _ComputedForward):  # the block did not call it
+        before.remove()
+    return SharedExpert(SharedModule(block.shared), x.view(-1, x.shape[-1])) if can_offer(block.shared, x) else None
+
+
+def can_offer(shared: nn.Module, x: Tensor) -> bool:
+    """Return whether a plan may call this shared expert: it has no hooks and calls no collectives."""
+    return x.is_contiguous() and not has_hooks(shared) and all(map(_is_plain, shared.modules()))
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module has neither a replaced forward nor parameters that a wrapper manages."""
-    if "forward" in vars(module) or any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
+    """Return whether a module has neither a user's own forward nor parameters that a wrapper manages."""
+    forward = vars(module).get("forward")
+    if forward is not None and not str(getattr(forward, "__module__", "")).startswith(_FORWARDS_OF):
+        return False
+    if any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
         return False
     # FSDP1 replaces parameters by views of its flat parameter, whose gradients a plan could not return.
     return not any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values())
 
 
-def set_result(block: Block, offered: SharedExpert, x: Tensor) -> None:
+def set_result(block: Block, x: Tensor, y_SM: Tensor | None) -> None:
     """Make the block's next call of its shared expert return the plan's result, if there is one."""
-    if offered.result is not None:
-        block.shared.forward = _ComputedForward(block.shared, x, offered.result)  # type: ignore[method-assign]
+    if y_SM is not None:
+        block.shared.forward = _ComputedForward(block.shared, x, y_SM)  # type: ignore[method-assign]

@@ -164,6 +164,16 @@ class ScheduledExchange(PlannedLayer):
             return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
 
+    def through_experts_with_shared(
+        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor, module: nn.Module, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `through_experts`; also return `module(x)`, [S, M], if the plan has computed this shared expert."""
+        shared = SharedExpert(SharedModule(module), x.view(-1, x.shape[-1]))
+        self.plans.set_shared(SharedModule(module))
+        self.checks.raise_deferred()
+        refusal = self.checks.values_refusal(x_SM, weight_SK)
+        return self.run_by_plan(Routed(x_SM, layout, weight_SK, refusal, shared)), shared.result
+
     def run_by_plan(self, routed: Routed, block_input: Tensor | None = None) -> Tensor:
         """Like `through_experts`, for checked tokens, outside of graphs.
 
@@ -171,28 +181,16 @@ class ScheduledExchange(PlannedLayer):
         """
         if not isinstance(routed.refusal, NonFinite):
             self.checks.refuse_without_exchange(routed.refusal)
-        block = None
-        if block_input is not None and self.can_plan:
-            block = calling_block(self.experts.module)
+        block = calling_block(self.experts.module) if block_input is not None and self.can_plan else None
         if block is not None and block_input is not None and not block.is_shared_first:
-            routed = routed._replace(shared=offer(block, block_input))
             self.plans.set_shared(SharedModule(block.shared))
-        y_SM = self._run(routed)
-        if block is not None and block_input is not None and routed.shared is not None:
-            set_result(block, routed.shared, block_input)
-        return y_SM
-
-    def run_with_shared(self, routed: Routed, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Like `run_by_plan`; also return `module(x)`, [S, M], if the plan has computed this shared expert."""
-        shared = SharedExpert(SharedModule(module), x.view(-1, x.shape[-1]))
-        self.plans.set_shared(shared.module)
-        y_SM = self._run(routed._replace(shared=shared))
-        return y_SM, shared.result
-
-    def _run(self, routed: Routed) -> Tensor:
+            routed = routed._replace(shared=offer(block, block_input))
         with self.topology.guard(self._name):
             self.plans.parts.gate.k = routed.layout.k
-            return self.dispatcher.through_experts(routed, self.experts)
+            y_SM = self.dispatcher.through_experts(routed, self.experts)
+        if block is not None and block_input is not None and routed.shared is not None:
+            set_result(block, block_input, routed.shared.result)
+        return y_SM
 
 
 # Per world, because a process may destroy one and create another. The caller's process group is not referenced, so that

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,13 @@ from torch.nn.utils import parametrize
 
 import fusedmoe.hf
 from fusedmoe import Schedule
-from fusedmoe.engine.shared_expert_task import SharedExpertTask
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
+from tests.integrations.plans_run import tasks_run
 from tests.integrations.test_hf_schedule import CASES, load
 from tests.marks import slowly
 
 SCHEDULE = Schedule("fsmoe", degrees=(2, 3))
-
-
-@contextmanager
-def tasks_run() -> Iterator[list[str]]:
-    """Context that collects the passes in which plans compute a shared expert."""
-    ran: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("forward", "backward"):
-            original = getattr(SharedExpertTask, name)
-
-            def body(self: Any, *args: Any, name: str = name, original: Any = original) -> None:
-                ran.append(name)
-                original(self, *args)
-
-            patch.setattr(SharedExpertTask, name, body)
-        yield ran
 
 
 def shared_of(model: nn.Module) -> list[nn.Module]:
