@@ -17,6 +17,7 @@ from fusedmoe import autograd
 from fusedmoe.autograd.parallel import join_rows, name_for_graphs, split_counts, split_rows
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Routed
+from fusedmoe.hf.experts_first import call_experts_first
 from fusedmoe.hf.module_experts import (
     check_experts,
     compute_experts,
@@ -111,6 +112,7 @@ class ExpertParallel(EPImplementation):
         name_for_graphs(self._batch_group)
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
+        self._exchange.call_experts_first = call_experts_first
         setattr(experts, EXCHANGE, self._exchange)
 
     @classmethod

@@ -121,7 +121,8 @@ def calling_block(experts: nn.Module) -> Block | None:
         module, code = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None, frame.f_code
         if isinstance(module, nn.Module):
             shared = next((child for name, child in module.named_children() if name in NAMES), None)
-            if shared is not None and code is unwrap(type(module).forward).__code__:
+            forwards = type(module).forward, vars(module).get("forward")
+            if shared is not None and any(code is getattr(unwrap(each), "__code__", None) for each in forwards if each):
                 children = {id(child): name for name, child in module.named_children()}
                 return _block(module, shared, code.co_names, children, experts)
         frame = frame.f_back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -96,6 +96,8 @@ class ScheduledExchange(PlannedLayer):
 
     Attributes:
         number: index among the model's layers, for plans of steps.
+        call_experts_first: called with a block that calls its shared expert before this exchange, which leaves the plan
+            nothing to compute; may change the order of the block's next calls. None: blocks are not changed.
     Raises:
         ConfigError: unknown schedule.
         RankError: another rank has a different schedule; raised by construction and `set_schedule`, both
@@ -108,6 +110,7 @@ class ScheduledExchange(PlannedLayer):
         self.topology, self.experts, self._name = topology, experts, name
         self.checks = InputChecks(topology, name)
         self.number: int | None = None
+        self.call_experts_first: Callable[[nn.Module], None] | None = None
         if topology.size > 1:
             watch_utilities()
         self.set_schedule(schedule)
@@ -182,7 +185,10 @@ class ScheduledExchange(PlannedLayer):
         if not isinstance(routed.refusal, NonFinite):
             self.checks.refuse_without_exchange(routed.refusal)
         block = calling_block(self.experts.module) if block_input is not None and self.can_plan else None
-        if block is not None and block_input is not None and not block.is_shared_first:
+        if block is not None and block.is_shared_first:
+            if self.call_experts_first is not None:
+                self.call_experts_first(block.module)
+        elif block is not None and block_input is not None:
             self.plans.set_shared(SharedModule(block.shared))
             routed = routed._replace(shared=offer(block, block_input))
         with self.topology.guard(self._name):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 import fusedmoe.hf
 from fusedmoe import Schedule
@@ -19,24 +19,19 @@ from tests.integrations.plans_run import tasks_run
 from tests.integrations.test_hf_schedule import CASES, load
 from tests.marks import slowly
 
-SCHEDULE = Schedule("fsmoe", degrees=(2, 3))
+# Adapters on the routed experts need equal degrees.
+SCHEDULE = Schedule("fsmoe", degrees=(2, 2))
 
 
 def shared_of(model: nn.Module) -> list[nn.Module]:
     return [one for name, one in model.named_modules() if name.endswith((".shared_experts", ".shared_expert"))]
 
 
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
 def compare(
     rank: int, world: int, folder: str, cases: Sequence[str], change: Callable[[Any], None] | None, in_plan: bool
 ) -> None:
     model = load(rank, world, folder, {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}).train()
-    if change is not None:
-        change(model)
+    model = model if change is None else change(model) or model
     tokens = [torch.randint(0, VOCABULARY, (2, n), generator=torch.Generator().manual_seed(n + rank))
               for n in (9 + 4 * rank, 6)]  # fmt: skip
     names = list(model.state_dict())
@@ -59,9 +54,70 @@ def compare(
     assert not any("forward" in vars(one) for one in shared_of(model))
 
 
+def compare_each(rank: int, world: int, folder: str, changes: Sequence[tuple[Callable[[Any], None], bool]]) -> None:
+    for change, in_plan in changes:
+        compare(rank, world, folder, ["step"], change, in_plan)
+
+
 @pytest.mark.parametrize("cases", [("accumulated",), *slowly((tuple(CASES),))])
 def test_shared_experts_of_deepseek_are_tasks_of_the_plan(
     cluster: Cluster, tmp_path: Path, cases: Sequence[str]
 ) -> None:
     make("deepseek", "eager", torch.float64).save_pretrained(tmp_path)
     cluster.run(2, compare, str(tmp_path), cases, None, True)
+
+
+def freeze(model: Any) -> None:
+    first, *_ = shared_of(model)
+    for parameter in first.parameters():
+        parameter.requires_grad_(False)
+
+
+def train_shared_alone(model: Any) -> None:
+    model.requires_grad_(False)
+    for shared in shared_of(model):
+        shared.requires_grad_(True)
+
+
+def adapt(model: Any) -> Any:
+    target = r".*shared_experts\.(gate|up)_proj"
+    return get_peft_model(model, LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, target_modules=target))
+
+
+def hook(model: Any) -> None:
+    for shared in shared_of(model):
+        shared.up_proj.register_forward_hook(lambda module, args, output: 3 * output)
+
+
+def hook_parameters(model: Any) -> None:
+    """Gradients of 1/3, computed once and complete."""
+    for shared in shared_of(model):
+        for parameter in shared.parameters():
+            parameter.register_hook(lambda gradient: gradient / 3 + 1)
+
+
+@pytest.mark.parametrize("cases", [("accumulated", "evaluation"), *slowly((tuple(CASES),))])
+def test_gated_shared_experts_of_qwen_are_tasks_of_the_plan(
+    cluster: Cluster, tmp_path: Path, cases: Sequence[str]
+) -> None:
+    make("qwen2", "eager", torch.float64).save_pretrained(tmp_path)
+    cluster.run(2, compare_from_second, str(tmp_path), cases)
+
+
+def compare_from_second(rank: int, world: int, folder: str, cases: Sequence[str]) -> None:
+    # The first pass by a plan changes the order of the blocks' calls.
+    compare(rank, world, folder, cases, call_once, True)
+
+
+def call_once(model: Any) -> None:
+    fusedmoe.hf.apply(model, schedule=SCHEDULE)
+    with tasks_run() as ran, torch.no_grad():
+        model(input_ids=torch.arange(6)[None])
+    assert not ran
+
+
+def test_changed_shared_experts_equal_no_schedule(cluster: Cluster, tmp_path: Path) -> None:
+    make("deepseek", "eager", torch.float64).save_pretrained(tmp_path)
+    # The block calls modules with hooks, and a shared expert that is the only one trained.
+    changes = [(freeze, True), (train_shared_alone, False), (hook, False), (hook_parameters, True), (adapt, True)]
+    cluster.run(2, compare_each, str(tmp_path), changes)
