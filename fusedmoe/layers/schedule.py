@@ -29,7 +29,7 @@ from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.task import FUSED, PHASES, Task, TaskKind
+from fusedmoe.schedule.task import FUSED, PHASES, TaskKind
 from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
 
 #: Policy of one-sided kernels, if available and faster. Plans of whole steps have no fused tasks.
@@ -350,10 +350,9 @@ class ScheduledPlans(LayerPlans):
         alone = self.shared.workload(tokens, x_SM.dtype.itemsize, 1, 1).layer_costs(costs)
         found = []
         for phase in PHASES:
-            plan = plans.of(phase)
-            shared = {Task(TaskKind.SHARED_EXPERT, None, 0, phase): alone.chunks[phase][TaskKind.EXPERT].seconds(1)}
-            known = Durations({**layer.seconds(plan), **shared}, layer.contention)
-            found.append(with_shared_expert(plan, phase, partial(makespan, costs=known)))
+            plan, shared = plans.of(phase), alone.chunks[phase][TaskKind.EXPERT]
+            known = Durations(layer.seconds(plan), layer.contention)
+            found.append(with_shared_expert(plan, phase, known, shared.seconds))
         return Plans(*found)
 
     @measurement_context()
