@@ -240,7 +240,7 @@ class _TokensPass(PassRun):
     def finish_shared_expert(self) -> None:
         """Compute the shared expert if the plan has no task for it."""
         if self.shared is not None and not self.shared.is_done:
-            self.shared_expert()
+            self.shared_expert(Task(TaskKind.SHARED_EXPERT))
 
     def prepare_rows(self, task: Task) -> None:
         number = task.chunk or 0
@@ -268,7 +268,7 @@ class _TokensPass(PassRun):
 class TokensForward(_TokensPass, ForwardPass):
     """The forward pass of a layer, after the metadata exchange."""
 
-    def shared_expert(self, task: Task | None = None) -> None:
+    def shared_expert(self, task: Task) -> None:
         if self.shared is not None and not self.shared.is_done:
             self.shared.forward(self.num_shared_parts, self.saves_for_backward)
 
@@ -296,7 +296,7 @@ class TokensBackward(_TokensPass, BackwardPass):
             self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
             self._activations = SavedRows(saved.activations)
 
-    def shared_expert(self, task: Task | None = None) -> None:
+    def shared_expert(self, task: Task) -> None:
         if self.shared is not None and self.shared_dy_SM is not None and not self.shared.is_done:
             self.shared.backward(self.shared_dy_SM, self.num_shared_parts)
         if self.shared is not None and self.shared.is_done:

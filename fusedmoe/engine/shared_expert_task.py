@@ -65,7 +65,9 @@ class SharedExpertTask:
             given = dy.contiguous(), x, activations, single_expert_layout(dy), None
             dx, _, self.totals = self.experts.backward(*given, self.totals)
             dx_SM.append(dx)
-        self._add(concat([dx for dx in dx_SM if dx is not None]) if any(dx is not None for dx in dx_SM) else None, count)
+        self._add(
+            concat([dx for dx in dx_SM if dx is not None]) if any(dx is not None for dx in dx_SM) else None, count
+        )
         if self.is_done:
             self.x_SM, self.activations = None, []
 

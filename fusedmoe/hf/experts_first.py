@@ -39,4 +39,4 @@ def call_experts_first(block: nn.Module) -> None:
         return
     # A checkpoint must recompute the operations of the same forward, in the same order.
     if not (has_saved_tensor_hooks() or is_recomputing()):
-        block.forward = MethodType(forward, block)  # type: ignore[method-assign]
+        block.forward = MethodType(forward, block)

@@ -36,7 +36,7 @@ _MAX_FRAMES = 24
 _FORWARDS_OF = ("torchtitan.",)
 
 
-class Block(NamedTuple):
+class CallingBlock(NamedTuple):
     """A block whose forward is running.
 
     `is_shared_first`: it calls its shared expert before the routed experts.
@@ -109,7 +109,7 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else tensor_version(x)
 
 
-def calling_block(experts: nn.Module) -> Block | None:
+def calling_block(experts: nn.Module) -> CallingBlock | None:
     """Return the block that calls these experts now, if it has a shared expert.
 
     Libraries create experts without a reference to their block. None in compiled blocks, whose code is another.
@@ -131,17 +131,17 @@ def calling_block(experts: nn.Module) -> Block | None:
 
 def _block(
     module: nn.Module, shared: nn.Module, order: tuple[str, ...], children: dict[int, str], experts: nn.Module
-) -> Block | None:
+) -> CallingBlock | None:
     # Wrappers, such as peft's, contain the experts.
     holder = next((one for one in module.children() if one is not shared and experts in [*one.modules()]), None)
     names = [children.get(id(one)) for one in (shared, holder)]
     if holder is None or any(name not in order for name in names):
         return None
     first, second = (order.index(str(name)) for name in names)
-    return Block(module, shared, first < second)
+    return CallingBlock(module, shared, first < second)
 
 
-def offer(block: Block, x: Tensor) -> SharedExpert | None:
+def offer(block: CallingBlock, x: Tensor) -> SharedExpert | None:
     """Return the block's shared expert for a plan; None if the block must call it.
 
     `x`: the input of both kinds of experts, [..., M].
@@ -168,7 +168,7 @@ def _is_plain(module: nn.Module) -> bool:
     return not any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values())
 
 
-def set_result(block: Block, x: Tensor, y_SM: Tensor | None) -> None:
+def set_result(block: CallingBlock, x: Tensor, y_SM: Tensor | None) -> None:
     """Make the block's next call of its shared expert return the plan's result, if there is one."""
     if y_SM is not None:
-        block.shared.forward = _ComputedForward(block.shared, x, y_SM)  # type: ignore[method-assign]
+        block.shared.forward = _ComputedForward(block.shared, x, y_SM)

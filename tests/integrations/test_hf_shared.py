@@ -49,7 +49,9 @@ def compare(
             if name == "autocast":
                 assert float((values[1][key] - value).norm()) < 1e-2 * max(float(value.norm()), 1e-3), (name, key)
             else:
-                torch.testing.assert_close(values[1][key], value, rtol=1e-10, atol=1e-10, msg=lambda m, k=key: f"{k} {m}")
+                torch.testing.assert_close(
+                    values[1][key], value, rtol=1e-10, atol=1e-10, msg=lambda m, k=key: f"{k} {m}"
+                )
     assert list(model.state_dict()) == names
     assert not any("forward" in vars(one) for one in shared_of(model))
 
