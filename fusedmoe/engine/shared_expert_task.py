@@ -21,7 +21,7 @@ class SharedExpertTask:
     Attributes:
         x_SM: tokens; None if the backward does not read them.
         activations: saved by the experts: one tensor, or an autograd graph for each part of the forward pass.
-        result: [S, M] after all parts of `forward`; after `backward` the gradient of the tokens, None if they need none.
+        result: [S, M] after `forward`; after `backward` the gradient of the tokens, None if they need none.
         totals: gradients of the parameters, after `backward`.
         is_done: all parts are computed.
     """
@@ -64,10 +64,9 @@ class SharedExpertTask:
                 activations, self.activations[part] = self.activations[part], None
             given = dy.contiguous(), x, activations, single_expert_layout(dy), None
             dx, _, self.totals = self.experts.backward(*given, self.totals)
-            dx_SM.append(dx)
-        self._add(
-            concat([dx for dx in dx_SM if dx is not None]) if any(dx is not None for dx in dx_SM) else None, count
-        )
+            if dx is not None:
+                dx_SM.append(dx)
+        self._add(concat(dx_SM) if dx_SM else None, count)
         if self.is_done:
             self.x_SM, self.activations = None, []
 

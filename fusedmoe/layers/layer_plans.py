@@ -185,10 +185,12 @@ class PlannedLayer:
     def shared_in_plan(self, module: Any, x_SM: Tensor) -> SharedExpert | None:
         """Return the shared expert and its tokens for a plan; None if the layer computes it after the plan.
 
-        It is computed after the plan in compiled layers, and if it is a custom module, which may call collectives.
+        It is computed after the plan if it is a custom module, which may call collectives.
         """
-        if torch.compiler.is_compiling() or not getattr(module, "reads_parameters_once", False):
+        if not getattr(module, "reads_parameters_once", False):
             return None
+        if torch.compiler.is_compiling():
+            return SharedExpert(module, x_SM) if self.is_planned else None
         self.plans.shared = module
         return SharedExpert(module, x_SM)
 

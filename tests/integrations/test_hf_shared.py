@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 import fusedmoe.hf
 from fusedmoe import Schedule
@@ -49,9 +49,7 @@ def compare(
             if name == "autocast":
                 assert float((values[1][key] - value).norm()) < 1e-2 * max(float(value.norm()), 1e-3), (name, key)
             else:
-                torch.testing.assert_close(
-                    values[1][key], value, rtol=1e-10, atol=1e-10, msg=lambda m, k=key: f"{k} {m}"
-                )
+                torch.testing.assert_close(values[1][key], value, rtol=1e-10, atol=1e-10, msg=f"{name} {key}")
     assert list(model.state_dict()) == names
     assert not any("forward" in vars(one) for one in shared_of(model))
 

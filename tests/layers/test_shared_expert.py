@@ -180,10 +180,8 @@ def test_shared_expert_is_placed_where_the_pass_is_shortest(phase: str) -> None:
 def in_parts(plan: Plan, phase: str, count: int) -> Plan:
     """Add `count` tasks, spread over the pass, the last one at its end."""
     for number in range(count):
-        task, place = (
-            Task(TaskKind.SHARED_EXPERT, number, 0, phase),
-            (number + 1) * (len(plan.compute) + 1) // count - 1,
-        )
+        place = (number + 1) * (len(plan.compute) + 1) // count - 1
+        task = Task(TaskKind.SHARED_EXPERT, number, 0, phase)
         plan = Plan((*plan.compute[:place], task, *plan.compute[place:]), plan.intra, plan.inter, plan.after)
     return plan
 
