@@ -33,7 +33,7 @@ from fusedmoe.engine.chunk_experts import AddGrads, AutogradExperts, ChunkExpert
 from fusedmoe.engine.chunks import concat
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import LocalExperts, Routed, SharedExpert
-from fusedmoe.engine.module_hooks import needs_module_call
+from fusedmoe.engine.module_hooks import has_parametrisations, needs_module_call
 from fusedmoe.engine.planned import PlannedBatch, SavedForward, run_backward, run_forward
 from fusedmoe.engine.run import AssignedPlans, Plans
 from fusedmoe.engine.shared_expert_task import SharedExpertTask
@@ -100,10 +100,10 @@ def through_experts_in_graph(
 def _shared_arguments(shared: SharedExpert | None) -> tuple[Any, ...]:
     """Return the operator's arguments for a shared expert: its tokens, four parameters, `b2_start` and activation.
 
-    The tokens are None if there is none, or if it must run after the operator, as with hooks or adapters.
+    The tokens are None if there is none, or if it must run after the operator: with hooks, adapters, parametrizations.
     """
     nothing = None, None, None, None, None, 0, ""
-    if shared is None or needs_module_call(shared.module):
+    if shared is None or needs_module_call(shared.module) or has_parametrisations(shared.module):
         return nothing
     experts = shared.module.in_chunks(shared.x_SM)
     if not isinstance(experts, GroupedExperts):
