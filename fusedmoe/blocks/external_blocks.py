@@ -27,6 +27,7 @@ from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.gates.base import Gate, Routing, router_dtype
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.external_shared import NAMES as SHARED_NAMES
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.measure import measure_layer
 from fusedmoe.layers.moe import MoELayer
@@ -149,6 +150,11 @@ class BlockDense(RoutingDense):
         self.block = external.module
         self._forward, self._external, self._library = external.module.forward, external, library
         self._k = library.k(external)
+
+    @property
+    def shared_expert(self) -> nn.Module | None:
+        """The block's shared expert, which its dense part computes; None: there is none."""
+        return next((child for name, child in self._external.owner.named_children() if name in SHARED_NAMES), None)
 
     def forward(self, x: Tensor, arguments: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return y and the experts' input u, both like x, and the ids and weights of each token's experts, [S, K].
