@@ -124,6 +124,8 @@ class LayerPlans:
             missing = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
             if missing:
                 raise ConfigError(f"{own} has no {missing[0]}, which every chunk of this layer goes through; add it")
+        if gradients is None and self.shared is not None:
+            plans = _with_shared_expert(plans)
         self.assigned = AssignedPlans(plans, gradients, beside)
 
     def set_shared(self, shared: PredictedExperts) -> None:
@@ -156,6 +158,12 @@ class LayerPlans:
         if self.assigned is None and self._forward_plans.value is None:
             return None
         return self._forward_plans.decide(lambda: self.assigned)
+
+
+def _with_shared_expert(plans: Plans) -> Plans:
+    from fusedmoe.schedule.shared_expert import with_shared_expert
+
+    return Plans(*(with_shared_expert(plans.of(phase), phase) for phase in PHASES))
 
 
 class PlannedLayer:

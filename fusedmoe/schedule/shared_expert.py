@@ -18,14 +18,15 @@ def with_shared_expert(
 ) -> Plan:
     """Return the plan of one layer's pass with the shared expert, where the predicted pass is shortest.
 
-    Plans of fused operations are returned unchanged: their kernels already compute while they communicate.
+    Plans that have such tasks are returned unchanged, and plans of fused operations, whose kernels already compute while
+    they communicate.
 
     Args:
         costs: durations of the plan's tasks; None: one task precedes the first expert, while the first rows are in
             flight.
         part_s: returns the seconds of each of n equal parts of the shared expert.
     """
-    if not plan.kinds.isdisjoint(FUSED):
+    if not plan.kinds.isdisjoint((*FUSED, TaskKind.SHARED_EXPERT)):
         return plan
     layer = next(task.layer for task in plan)
     if costs is None or part_s is None:

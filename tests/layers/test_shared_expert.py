@@ -314,6 +314,13 @@ def set_own_plan(rank: int, world: int) -> None:
     y = layer(x)
     other.set_plan(next(iter(layer.plans.plans_by_workload.values())))
     torch.testing.assert_close(other(x), y, rtol=1e-12, atol=1e-12)
+    # A plan without the shared expert gets a task for it.
+    plans = [Plan.from_orders(one_queue(("dispatch", "expert", "combine"), 2, phase, 0, ())) for phase in PHASES]
+    other.set_plan(Plans(*plans))
+    other.recorder = Recorder()
+    other(x).sum().backward()
+    spans = {(span.kind, span.phase) for span in other.recorder.timeline().spans}
+    assert {(TaskKind.SHARED_EXPERT, phase) for phase in PHASES} <= spans
 
 
 def test_plans_with_a_shared_expert_can_be_set(cluster: Cluster) -> None:
