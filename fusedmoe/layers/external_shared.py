@@ -6,7 +6,7 @@ The block calls both kinds of experts itself. In between, the shared expert's `f
     y = y + self.shared_experts(x)    # returns this result
 
 The plan calls the block's module, so parameters, parametrizations and adapters stay as they are. Without a result, as
-in activation checkpoints, the block computes the shared expert after the combine, as without a plan.
+in some activation checkpoints, the block computes the shared expert after the combine, as without a plan.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedmoe.compat.torch import tensor_version
-from fusedmoe.engine.chunk_experts import AutogradExperts
-from fusedmoe.engine.dispatcher import SharedExpert
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
+from fusedmoe.engine.dispatcher import SharedExpert, has_saved_tensor_hooks
 from fusedmoe.engine.module_hooks import has_hooks
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.layers.gated_module import gated_experts
 
 if TYPE_CHECKING:
     from fusedmoe.schedule.workload import Workload
@@ -57,7 +58,9 @@ class SharedModule:
         y_SM: Tensor = self._module(x_SM)
         return y_SM
 
-    def in_chunks(self, x_SM: Tensor) -> AutogradExperts:
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        if has_saved_tensor_hooks() and (gated := gated_experts(self._module, x_SM)) is not None:
+            return gated
         # Leaves in place of parameters: hooks of a parameter run once, on the gradient that the plan returns.
         trains = torch.is_grad_enabled()
         named = {name: one for name, one in self._module.named_parameters() if trains and one.requires_grad}

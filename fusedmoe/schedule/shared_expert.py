@@ -18,8 +18,8 @@ def with_shared_expert(
 ) -> Plan:
     """Return the plan of one layer's pass with the shared expert, where the predicted pass is shortest.
 
-    Plans that have such tasks are returned unchanged, and plans of fused operations, whose kernels already compute while
-    they communicate.
+    Plans that have such tasks are returned unchanged, and plans of fused operations, whose kernels already compute
+    while they communicate.
 
     Args:
         costs: durations of the plan's tasks; None: one task precedes the first expert, while the first rows are in
