@@ -28,12 +28,18 @@ def shared_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compare(
-    rank: int, world: int, folder: str, cases: Sequence[str], change: Callable[[Any], None] | None, in_plan: bool
+    rank: int,
+    world: int,
+    folder: str,
+    cases: Sequence[str],
+    change: Callable[[Any], Any] | None,
+    in_plan: bool,
+    tp_size: int = 1,
 ) -> None:
-    model = load(rank, world, folder, {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}).train()
+    model = load(rank, world, folder, {"fsdp_size": 2 // tp_size, "ep_size": 2, "tp_size": tp_size}).train()
     model = model if change is None else change(model) or model
-    tokens = [torch.randint(0, VOCABULARY, (2, n), generator=torch.Generator().manual_seed(n + rank))
-              for n in (9 + 4 * rank, 6)]  # fmt: skip
+    tokens = [torch.randint(0, VOCABULARY, (2, n), generator=torch.Generator().manual_seed(n + rank // tp_size))
+              for n in (9 + 4 * (rank // tp_size), 6)]  # fmt: skip
     names = list(model.state_dict())
     for name in cases:
         values = []
@@ -121,3 +127,9 @@ def test_changed_shared_experts_equal_no_schedule(cluster: Cluster, tmp_path: Pa
     # The block calls modules with hooks, and a shared expert that is the only one trained.
     changes = [(freeze, True), (train_shared_alone, False), (hook, False), (hook_parameters, True), (adapt, True)]
     cluster.run(2, compare_each, str(tmp_path), changes)
+
+
+@pytest.mark.slow
+def test_block_computes_shared_experts_with_tensor_parallelism(cluster: Cluster, tmp_path: Path) -> None:
+    make("deepseek", "eager", torch.float64).save_pretrained(tmp_path)
+    cluster.run(2, compare, str(tmp_path), ["step"], None, False, 2)
