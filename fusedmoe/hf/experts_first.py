@@ -34,8 +34,8 @@ def forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def call_experts_first(block: nn.Module) -> None:
     """Replace the forward of a block of these classes from its next call on. No effect on other blocks."""
-    code = type(block).forward.__code__
-    if code.co_names != _SHARED_FIRST or "forward" in vars(block):
+    code = getattr(type(block).forward, "__code__", None)
+    if getattr(code, "co_names", ()) != _SHARED_FIRST or "forward" in vars(block):
         return
     # A checkpoint must recompute the operations of the same forward, in the same order.
     if not (has_saved_tensor_hooks() or is_recomputing()):

@@ -13,6 +13,7 @@ from fusedmoe import Schedule, Topology
 from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import find_experts
+from fusedmoe.hf.experts_first import call_experts_first
 from fusedmoe.hf.module_experts import NAME, TRANSFORMERS_MODULES, check_experts, defining_module
 from fusedmoe.hf.peft_adapters import forbid_split_merges, synchronize_adapters
 from fusedmoe.layers.scheduled_exchange import EXCHANGE
@@ -67,7 +68,7 @@ def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
                 f"which only its PreTrainedModel can set; apply this to that model, not to {who}"
             )
     if schedule is not None:
-        _set_schedule(modules, schedule)
+        _set_schedule(model, modules, schedule)
     return model
 
 
@@ -83,13 +84,15 @@ def _synchronize_adapters(model: Any) -> None:
     synchronize_adapters(model, Topology.from_group(torch.distributed.group.WORLD).world)
 
 
-def _set_schedule(modules: dict[str, Any], schedule: str | Schedule) -> None:
+def _set_schedule(model: nn.Module, modules: dict[str, Any], schedule: str | Schedule) -> None:
     if isinstance(schedule, str):
         Schedule.named(schedule)  # reject an unknown name even without expert parallelism
     for name, module in modules.items():
         exchange = getattr(module, EXCHANGE, None)
         if exchange is not None:
             exchange.set_schedule(schedule)
+            if exchange.can_plan:
+                call_experts_first(model.get_submodule(name.rpartition(".")[0]))
         elif is_expert_parallel(module) and schedule != "off":
             raise ConfigError(
                 f"fusedmoe.hf.apply: transformers itself sends the tokens of {name} ({type(module).__name__}), so the "
