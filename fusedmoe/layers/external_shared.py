@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 #: Attributes under which blocks hold a shared expert.
 NAMES = ("shared_experts", "shared_expert")
-# Frames between the forward of a block and the call of its exchange, wrappers of other libraries included.
-_MAX_FRAMES = 24
+# Frames from the call of an exchange to the forward of its block, and forwards among them: the block's, and those of
+# wrappers of its experts. Reading a frame's variables keeps their tensors until its function returns.
+_MAX_FRAMES, _MAX_FORWARDS = 24, 4
 # Packages whose forwards, set on a module, communicate only under tensor parallelism.
 _FORWARDS_OF = ("torchtitan.",)
 
@@ -118,30 +119,33 @@ def calling_block(experts: nn.Module) -> CallingBlock | None:
     Libraries create experts without a reference to their block. None in compiled blocks, whose code is another.
     """
     frame: FrameType | None = currentframe()
+    forwards = 0
     for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return None
-        module, code = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None, frame.f_code
-        if isinstance(module, nn.Module):
-            shared = next((child for name, child in module.named_children() if name in NAMES), None)
-            forwards = type(module).forward, vars(module).get("forward")
-            if shared is not None and any(code is getattr(unwrap(each), "__code__", None) for each in forwards if each):
-                children = {id(child): name for name, child in module.named_children()}
-                return _block(module, shared, code.co_names, children, experts)
+        if frame is None or forwards == _MAX_FORWARDS:
+            break
+        if frame.f_code.co_name == "forward":
+            forwards += 1
+            if (block := _block_of(frame, experts)) is not None:
+                return block
         frame = frame.f_back
     return None
 
 
-def _block(
-    module: nn.Module, shared: nn.Module, order: tuple[str, ...], children: dict[int, str], experts: nn.Module
-) -> CallingBlock | None:
-    # Wrappers, such as peft's, contain the experts.
-    holder = next((one for one in module.children() if one is not shared and experts in [*one.modules()]), None)
-    names = [children.get(id(one)) for one in (shared, holder)]
-    if holder is None or any(name not in order for name in names):
+def _block_of(frame: FrameType, experts: nn.Module) -> CallingBlock | None:
+    module, code = frame.f_locals.get("self"), frame.f_code
+    if not isinstance(module, nn.Module):
         return None
-    first, second = (order.index(str(name)) for name in names)
-    return CallingBlock(module, shared, first < second)
+    children = {name: child for name, child in module.named_children()}
+    shared = next((children[name] for name in NAMES if name in children), None)
+    own = type(module).forward, vars(module).get("forward")
+    if shared is None or all(code is not getattr(unwrap(each), "__code__", None) for each in own if each is not None):
+        return None
+    # Wrappers, such as peft's, contain the experts.
+    holder = next((name for name, one in children.items() if one is not shared and experts in [*one.modules()]), None)
+    order, name = code.co_names, next(name for name, child in children.items() if child is shared)
+    if holder not in order or name not in order:
+        return None
+    return CallingBlock(module, shared, order.index(name) < order.index(str(holder)))
 
 
 def offer(block: CallingBlock, x: Tensor) -> SharedExpert | None:
