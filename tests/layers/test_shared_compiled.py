@@ -37,20 +37,28 @@ def step(layer: Any, call: Any, x: Tensor, grad: bool) -> dict[str, Tensor | Non
     return {"y": y.detach(), "x": x.grad, **{name: one.grad for name, one in layer.named_parameters()}}
 
 
+def with_mask(call: Any, x: Tensor) -> Tensor:
+    y: Tensor = call(x, torch.arange(len(x)) % 3 != 1)
+    return y
+
+
 def compare(rank: int, world: int, kinds: Sequence[str], schedule: Any, esp: int, how: str = "") -> None:
     topology = fusedmoe.Topology.from_sizes(ep=world // esp, esp=esp, timeout_s=60)
     for kind in kinds:
         torch._dynamo.reset()
         plain, planned = (make(topology, of, kind, [], dtype=torch.float64) for of in ("off", schedule))
+        plain_call: Any = plain
         compiled: Any = torch.compile(planned, backend="aot_eager", fullgraph=True)
         if how in ("checkpoint", "saved"):
             more = {"context_fn": save_communication} if how == "saved" else {}
             call = partial(checkpoint, compiled, use_reentrant=False, **more)
+        elif how == "mask":
+            call, plain_call = (partial(with_mask, each) for each in (compiled, plain))
         else:
             call = compiled
         for seed in range(2):
             x = torch.randn(TOKENS[rank] + seed, M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-            wanted = step(plain, plain, x, how != "tokens need no gradient")
+            wanted = step(plain, plain_call, x, how != "tokens need no gradient")
             with tasks_run() as ran:
                 found = step(planned, call, x, how != "tokens need no gradient")
             assert {*ran} == {"forward", "backward"}, (kind, ran)
@@ -78,6 +86,6 @@ def test_compiled_layer_computes_the_shared_expert_within_its_plan(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["checkpoint", "saved", "tokens need no gradient"])
+@pytest.mark.parametrize("how", ["checkpoint", "saved", "tokens need no gradient", "mask"])
 def test_compiled_shared_expert_with_other_features(cluster: Cluster, how: str) -> None:
     cluster.run(2, compare, ["swiglu", "frozen"], FSMOE, 1, how, timeout_s=500)
