@@ -17,6 +17,7 @@ from bench.gpu.reference import make_reference
 from bench.gpu.session import Session, ShapeSkipped, free_memory, nothing_kept, waiting
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.suite import Row, measure_passes, pass_steps, ready_layers
+from bench.gpu.with_router import measure_with_router
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
 
@@ -50,7 +51,9 @@ def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
     free_memory()
     steps = [step for layer, _ in ready for step in pass_steps(layer, case)]
     with gpu.spool.work("passes", shape.name, "timing"):
-        rows = gpu.add("passes", shape, measure_passes(shape, ready, steps, gpu.clock, seconds))
+        rows = measure_passes(shape, ready, steps, gpu.clock, seconds)
+    routed = measure_with_router(case, gpu.clock, gpu.spool, out)
+    rows = gpu.add("passes", shape, [*rows, *routed])[: len(rows)]
     return {step.name: (step, row) for step, row in zip(steps, rows, strict=True)}
 
 

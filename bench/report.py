@@ -13,6 +13,7 @@ from bench.gpu.kernels import KERNELS, fastest_of_forms
 from bench.gpu.ours import NAME
 from bench.gpu.results import RESULTS, SCHEMA
 from bench.gpu.spread import PARTS
+from bench.gpu.with_router import KIND
 from bench.provenance import age
 
 #: Measured code, for provenance.
@@ -90,7 +91,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def table(results: Results) -> str:
-    parts = [_head(results), _passes(results), _beside(results), _kernels(results), _memory(results), _notes(results)]
+    sections = (_head, _passes, _others, _with_router, _conditions, _kernels, _memory, _notes)
+    parts = [section(results) for section in sections]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -185,41 +187,90 @@ def _passes(results: Results) -> str:
     return "\n".join(["## Passes (order, experts; routing given)", "", *_markdown(head, body)])
 
 
-def _beside(results: Results) -> str:
-    """Tabulate TFLOP/s of all variants (forward/backward) and published numbers."""
+def _others(results: Results) -> str:
+    """Tabulate TFLOP/s of all variants, forward and backward."""
     rows = [row for row in results["rows"] if row["kind"] == "pass"]
     if not rows:
         return ""
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    variants, cell = _variants(rows)
+    body = (
+        [_shape(results, shape["name"]), *(cell(shape["name"], variant) for variant in variants)]
+        for shape in results["shapes"]
+    )
+    head = ["layer", *variants]
+    return "\n".join(["## Other libraries in this run, TFLOP/s forward/backward", "", *_markdown(head, body)])
+
+
+def _with_router(results: Results) -> str:
+    """Tabulate TFLOP/s by SonicMoE's method next to published figures."""
+    rows = [row for row in results["rows"] if row["kind"] == KIND]
+    if not rows:
+        return ""
+    variants, cell = _variants(rows)
     rates = {(row["shape"], row["variant"], row["name"]): row["tflops"] for row in rows}
 
-    def pair(shape: str, variant: str) -> tuple[float, float] | None:
-        both = (shape, variant, "forward"), (shape, variant, "backward")
-        return (rates[both[0]], rates[both[1]]) if all(key in rates for key in both) else None
-
-    def measured(shape: str, variant: str) -> str:
-        found = pair(shape, variant)
-        return "–" if found is None else f"{found[0]:.0f}/{found[1]:.0f}"
-
     def published(shape: str, name: str) -> str:
-        found, ours = PUBLISHED[name].tflops.get(shape), pair(shape, NAME)
+        found = PUBLISHED[name].tflops.get(shape)
         if found is None:
             return "–"
-        text = f"{found[0]:.0f}/{found[1]:.0f}"
-        return text if ours is None else f"{text} (×{ours[0] / found[0]:.2f}/{ours[1] / found[1]:.2f})"
+        ours = [rates.get((shape, NAME, part)) for part in ("forward", "backward")]
+        ratio = "/".join(
+            "–" if rate is None else f"{rate / theirs:.2f}" for rate, theirs in zip(ours, found, strict=True)
+        )
+        return f"{found[0]:.0f}/{found[1]:.0f} (×{ratio})"
 
     body = (
         [
             _shape(results, shape["name"]),
-            *(measured(shape["name"], variant) for variant in variants),
+            *(cell(shape["name"], variant) for variant in variants),
             *(published(shape["name"], name) for name in PUBLISHED),
         ]
         for shape in results["shapes"]
     )
     head = ["layer", *variants, *(f"{name}, {by.gpu}, published" for name, by in PUBLISHED.items())]
     sources = "; ".join(f"{name}: {by.source}" for name, by in PUBLISHED.items())
-    note = f"Side by side in this run; × is this run's {NAME} over the published number. Published: {sources}."
-    return "\n".join(["## Beside others, TFLOP/s forward/backward", "", *_markdown(head, body), "", note])
+    note = (
+        "Router, top-k, sorting and experts; mean of half a second of repeats after half a second of rest; backward = "
+        f"both - forward. × is this run's {NAME} over the published number. Published: {sources}."
+    )
+    title = f"## With the router, by SonicMoE's method, TFLOP/s forward/backward on {_gpu_name(results)}"
+    return "\n".join([title, "", *_markdown(head, body), "", note])
+
+
+def _variants(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Callable[[str, str], str]]:
+    """Return the variants of these rows, and a function of shape and variant: "forward/backward" in TFLOP/s."""
+    rates = {(row["shape"], row["variant"], row["name"]): row["tflops"] for row in rows}
+
+    def cell(shape: str, variant: str) -> str:
+        both = (shape, variant, "forward"), (shape, variant, "backward")
+        return "/".join(f"{rates[key]:.0f}" for key in both) if all(key in rates for key in both) else "–"
+
+    return list(dict.fromkeys(row["variant"] for row in rows)), cell
+
+
+def _conditions(results: Results) -> str:
+    """Tabulate the GPU's clocks and power during the measurements of each layer; older results have none."""
+    body = []
+    for shape in results["shapes"]:
+        for kind in ("kernel", "pass", KIND):
+            rows = [row for row in results["rows"] if (row["shape"], row["kind"]) == (shape["name"], kind)]
+            states = [row for row in rows if "sm_clock_mhz" in row]
+            if states:
+                clocks = [clock for row in states for clock in row["sm_clock_mhz"]]
+                reasons = sorted({reason for row in states for reason in row["throttled_by"]})
+                power = sum(row["power_w"] for row in states) / len(states)
+                temperature = max(row["temperature_c"] for row in states)
+                shown = [
+                    f"{min(clocks)}–{max(clocks)}",
+                    f"{power:.0f}",
+                    f"{temperature:.0f}",
+                    ", ".join(reasons) or "–",
+                ]
+                body.append([shape["name"], kind, *shown])
+    if not body:
+        return ""
+    head = ["layer", "measured", "SM MHz", "W", "°C", "lower clocks due to"]
+    return "\n".join(["## State of the GPU during the measurements", "", *_markdown(head, body)])
 
 
 def _kernels(results: Results) -> str:

@@ -24,7 +24,7 @@ from fusedmoe.schedule import (
     Plan,
     StepCosts,
     Workload,
-    makespan,
+    simulate,
     step_plan,
     three_queues,
 )
@@ -51,7 +51,7 @@ def predicted() -> dict[str, float]:
     layer = Workload(batch=8, seq_len=512, model_dim=512, hidden=1024, experts=8, ep=2)
     costs = layer.step_costs(MACHINE, [layer.gradient_bytes()] * 4, ("dispatch", "expert", "combine"))
     names = ("sequential", "tutel", "fsmoe", "half_a_millisecond")
-    return {name: 1e3 * makespan(POLICIES[name].plan(costs), costs) for name in names}
+    return {name: 1e3 * simulate(POLICIES[name].plan(costs), costs).duration_s for name in names}
 
 
 def main() -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 import fusedmoe
-from fusedmoe.schedule import LINES, POLICIES, CostModel, Line, Workload, draw, makespan, simulate
+from fusedmoe.schedule import LINES, POLICIES, CostModel, Line, Workload, draw, simulate
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else "walkthrough")
 folder.mkdir(exist_ok=True)
@@ -59,7 +59,8 @@ workload = Workload(batch=2, seq_len=1024, model_dim=2048, hidden=4096, experts=
 parts = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 costs = workload.step_costs(machine, [workload.gradient_bytes()] * 2, parts)
 step_ms = {
-    name: 1e3 * makespan(POLICIES[name].plan(costs), costs) for name in ("sequential", "tutel", "fsmoe", "joint")
+    name: 1e3 * simulate(POLICIES[name].plan(costs), costs).duration_s
+    for name in ("sequential", "tutel", "fsmoe", "joint")
 }
 print({name: f"{ms:.1f} ms" for name, ms in step_ms.items()})
 

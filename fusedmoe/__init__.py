@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fusedmoe.engine.dispatcher import Handle as Handle
     from fusedmoe.engine.dispatcher import Routed as Routed
     from fusedmoe.errors import ConfigError as ConfigError
-    from fusedmoe.errors import DerivativeError as DerivativeError
     from fusedmoe.errors import RankError as RankError
     from fusedmoe.hooks import HookContext as HookContext
     from fusedmoe.hooks import Hooks as Hooks
@@ -51,7 +50,7 @@ _NAMES = {
     "blocks.pipeline": ("PipelinedBlocks", "pipeline"),
     "comm.topology": ("Topology",),
     "engine.dispatcher": ("Dispatcher", "Handle", "Routed"),
-    "errors": ("ConfigError", "DerivativeError", "RankError"),
+    "errors": ("ConfigError", "RankError"),
     "layers.fsmoe": ("CallbackBase", "ExpertBase", "LinearGate", "MOELayer", "SimpleOrder"),
     "layers.moe": ("MoELayer",),
     "metrics": ("trace",),

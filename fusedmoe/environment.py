@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import overload
+from typing import TypeVar
 
 from fusedmoe.errors import ConfigError
 
+# `int`, or None if a variable may be unset.
+Default = TypeVar("Default", int, None)
 
-@overload
-def read_integer(
-    name: str, default: int, least: int | None = ..., most: int | None = ..., given: Mapping[str, str] | None = ...
-) -> int: ...
-@overload
-def read_integer(
-    name: str, default: None, least: int | None = ..., most: int | None = ..., given: Mapping[str, str] | None = ...
-) -> int | None: ...
+
 def read_integer(
     name: str,
-    default: int | None,
+    default: Default,
     least: int | None = None,
     most: int | None = None,
     given: Mapping[str, str] | None = None,
-) -> int | None:
+) -> int | Default:
     """Return the integer in a variable, or `default` if it is unset or empty.
 
     `given`: the environment; None: the environment of the process. Raises `ConfigError` if the value is not an integer

@@ -9,7 +9,7 @@ import warnings
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 #: Fix in errors of late ranks. The command replaces it by its flag.
-TIMEOUT_CURE = "give Topology a larger timeout_s"
+TIMEOUT_CURE = "give Topology (or GraphBackend) a larger timeout_s"
 
 
 def printable(text: str) -> str:

@@ -66,7 +66,7 @@ def parse_json(text: str, what: str) -> Any:
     Raise `ConfigError` that starts with `what` if the text is not JSON or the digest differs.
     """
     held, digest = _split(text, what)
-    if digest not in (None, _digest(held)):
+    if _has_damaged_key(held, digest) or digest not in (None, _digest(held)):
         raise ConfigError(f'{what}: damaged or edited (digest mismatch). If you edited it, remove its "{_DIGEST}"')
     return held
 
@@ -123,6 +123,12 @@ def load_with_digest(text: str, what: str) -> dict[str, Any]:
     if digest is None or digest != _digest(held):
         raise ConfigError(f"{what} is damaged (digest mismatch)")
     return dict(held)
+
+
+def _has_damaged_key(held: Any, digest: Any) -> bool:
+    """Return whether an object without a digest has one under another key."""
+    values = held.values() if isinstance(held, dict) and digest is None else ()
+    return any(isinstance(value, str) and len(value) == 2 * hashlib.sha256().digest_size for value in values)
 
 
 def _digest(held: Any) -> str:

@@ -1,4 +1,4 @@
-"""Hooks: user code at six points of a layer (FSMoE §3.1), and two ready-made compression hooks."""
+"""Hooks: user code at six points of a layer (FSMoE §3.1), and a ready-made compression hook."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fusedmoe.comm.wire_format import WireFormat
 from fusedmoe.construction import Constructed
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels import wire
-from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import transform_gradient
 
-__all__ = ["WireCast", "WireFp8"]
+__all__ = ["WireCast"]
 
 Direction = Literal["forward", "backward"]
 
@@ -77,8 +77,8 @@ def transfer_with_hooks(
     hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
 ) -> Tensor:
     """Run the hooks before the transfer `name` ("dispatch" or "combine"), then `move`, then the hooks after it."""
-    before, after = ("before_dispatch", "after_dispatch") if name == "dispatch" else ("before_combine", "after_combine")
-    return run_hooks(hooks, after, move(run_hooks(hooks, before, rows, context)), context)
+    sent = run_hooks(hooks, f"before_{name}", rows, context)
+    return run_hooks(hooks, f"after_{name}", move(sent), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookContext) -> Tensor:
@@ -87,15 +87,7 @@ def run_hooks(hooks: Sequence[Hooks], point: str, tensor: Tensor, context: HookC
     The last hook to encode rows is thus the first to decode them.
     """
     for hook in reversed(hooks) if point.startswith("after") else hooks:
-        methods = {
-            "before_moe_start": hook.before_moe_start,
-            "before_dispatch": hook.before_dispatch,
-            "after_dispatch": hook.after_dispatch,
-            "before_combine": hook.before_combine,
-            "after_combine": hook.after_combine,
-            "before_moe_end": hook.before_moe_end,
-        }
-        changed = methods[point](tensor, context)
+        changed = getattr(hook, point)(tensor, context)
         if changed is not None and not isinstance(changed, Tensor):
             raise ConfigError(f"{type(hook).__name__}.{point} returned {changed!r}; a hook returns a tensor, or None")
         tensor = tensor if changed is None else changed
@@ -106,7 +98,7 @@ class WireCast(Hooks):
     """Compression: send tokens and their summed results in a narrower floating-point dtype.
 
     Halves the bytes of dispatch and combine for float32 tokens, in forward and backward. Every sent element is rounded.
-    Router weights, ESP collectives and the experts' computation keep their dtype.
+    Router weights, ESP collectives and the experts' computation keep their dtype. For fp8: `Schedule(wire=…)`.
 
     Args:
         dtype: of sent rows, e.g. torch.bfloat16.
@@ -134,26 +126,31 @@ class WireCast(Hooks):
         return f"WireCast({self.dtype})"
 
 
-class WireFp8(Hooks):
-    """Compression: send tokens and their summed results as fp8 (e4m3), one byte per element and one scale per row.
+class _WireHooks(Hooks):
+    """Sends rows in a `WireFormat` after the hooks of the user, which receive rows in their own dtype."""
 
-    A quarter of the bytes of dispatch and combine for float32 rows, half for bfloat16, in forward and backward. The
-    error of a sent element is at most 2⁻⁴ of itself, or 2⁻¹⁸ of the largest in its row. Non-finite values are received
-    as NaN. The experts compute in the rows' own dtype. Format: `fusedmoe.kernels.wire`.
-    """
+    def __init__(self, wire: WireFormat) -> None:
+        self.wire = wire
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
         context.memory[self] = rows.dtype
-        return pack_fp8(rows)
+        return self.wire.encode(rows)
 
     def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return unpack_fp8(rows, context.memory[self])
+        return self.wire.decode(rows, context.memory[self])
 
-    before_combine = before_dispatch
-    after_combine = after_dispatch
+    def before_combine(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self.before_dispatch(rows, context) if self.wire.encodes_results else rows
 
-    def __repr__(self) -> str:
-        return "WireFp8()"
+    def after_combine(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self.after_dispatch(rows, context) if self.wire.encodes_results else rows
+
+
+def hooks_and_wire(hooks: Sequence[Hooks], wire: WireFormat | None) -> tuple[Sequence[Hooks], WireFormat | None]:
+    """Return the hooks and the format for the collectives of a layer: with hooks, the last of them encodes the rows."""
+    if wire is None or not hooks:
+        return hooks, wire
+    return (*hooks, _WireHooks(wire)), None
 
 
 def validate_hooks(hooks: object) -> tuple[Hooks, ...]:
@@ -186,76 +183,7 @@ def apply_end_hooks(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: i
 
 
 def _hook_gradient(hooks: Sequence[Hooks], tensor: Tensor, point: str, chunk: int, chunks: int) -> Tensor:
-    return _GradientHooks.apply(
-        tensor, lambda grad: run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
-    )
+    def apply_hooks(grad: Tensor) -> Tensor:
+        return run_hooks(hooks, point, grad, HookContext("backward", chunk, chunks))
 
-
-class _GradientHooks(Function):
-    operation, double_backward = "hooks at a layer's start and end", True  # hooks on gradients are differentiable
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, apply_hooks: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.apply_hooks = apply_hooks
-        # An input returned unchanged would not be an output of this function.
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.apply_hooks(gradients[0]), None
-
-
-@operator("pack_bf16")
-def pack_bf16(rows_NM: Tensor) -> Tensor:
-    """Convert [n, M] floating point to [n, M] bfloat16."""
-    packed = wire.pack_bf16(rows_NM)
-    # Operators must return new memory.
-    return packed.clone() if packed is rows_NM else packed
-
-
-@register_fake(pack_bf16)
-def _(rows_NM: Tensor) -> Tensor:
-    return rows_NM.new_empty(rows_NM.shape, dtype=torch.bfloat16)
-
-
-@operator("unpack_bf16")
-def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert [n, M] bfloat16 to [n, M] of `dtype`."""
-    rows = packed_NM.to(dtype)
-    return rows.clone() if rows is packed_NM else rows
-
-
-@register_fake(unpack_bf16)
-def _(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    return packed_NM.new_empty(packed_NM.shape, dtype=dtype)
-
-
-@operator("pack_fp8")
-def pack_fp8(rows_NM: Tensor) -> Tensor:
-    """Pack [n, M] floating point into [n, M + 4] uint8."""
-    return wire.pack_fp8(rows_NM)
-
-
-@register_fake(pack_fp8)
-def _(rows_NM: Tensor) -> Tensor:
-    return rows_NM.new_empty((rows_NM.shape[0], rows_NM.shape[1] + wire.SCALE_BYTES), dtype=torch.uint8)
-
-
-@operator("unpack_fp8")
-def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack [n, M + 4] uint8 into [n, M] of `dtype`."""
-    return wire.unpack_fp8(packed, dtype)
-
-
-@register_fake(unpack_fp8)
-def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((packed.shape[0], packed.shape[1] - wire.SCALE_BYTES), dtype=dtype)
-
-
-# The two bfloat16 operators are each other's backward, so both have derivatives of any order.
-def _save_dtype(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.dtype = inputs[0].dtype
-
-
-register_gradient(pack_bf16, lambda ctx, grad: (unpack_bf16(grad, ctx.dtype),), _save_dtype)
-register_gradient(unpack_bf16, lambda ctx, grad: (pack_bf16(grad), None), _save_dtype)
+    return transform_gradient(tensor, apply_hooks, "hooks at a layer's start and end")

@@ -13,11 +13,9 @@ sorted by expert, R received tokens, S tokens or received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.compat.megatron import VERSIONS
-from fusedmoe.versions import version_error
+from fusedmoe.compat import require_version
 
-if (error := version_error("megatron-core", *VERSIONS, "fusedmoe.megatron")) is not None:
-    raise error
+require_version("megatron-core", "0.16", "0.20", "fusedmoe.megatron")
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -46,6 +44,7 @@ from fusedmoe.environment import single_queue_warning
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.kernels import Layout
 from fusedmoe.layers.external_shared import can_offer
+from fusedmoe.layers.schedule import with_wire
 from fusedmoe.layers.scheduled_exchange import ExternalExperts, ScheduledExchange, shared_topology
 
 __all__ = ["routed_experts", "token_dispatcher"]
@@ -73,7 +72,7 @@ class MegatronMoELayer(MoELayer):
 
     Args: as for Megatron's `MoELayer`, and
         timeout_s: maximum wait for other ranks, in seconds.
-        schedule: as for `fusedmoe.MoELayer`.
+        schedule, wire: as for `fusedmoe.MoELayer` and `fusedmoe.Schedule`.
     Raises: as `StagedDispatcher`, and `ConfigError` for an unsupported setting.
     """
 
@@ -85,6 +84,7 @@ class MegatronMoELayer(MoELayer):
         pg_collection: Any = None,
         timeout_s: float = _TIMEOUT_S,
         schedule: str | Schedule = "off",
+        wire: str | None = None,
         **options: Any,
     ) -> None:
         # Before Megatron constructs its own dispatcher, which would raise unrelated errors.
@@ -97,7 +97,7 @@ class MegatronMoELayer(MoELayer):
             own.moe_shared_expert_overlap = False
         super().__init__(own, submodules, layer_number, groups, **options)
         experts = _LayerExperts(self.experts, config)
-        self.token_dispatcher = StagedDispatcher(own, groups, timeout_s, experts, schedule)
+        self.token_dispatcher = StagedDispatcher(own, groups, timeout_s, experts, with_wire(schedule, wire))
         self._shared_in_plan: tuple[Tensor, Tensor | None] | None = None  # input of the shared expert, and its result
 
     @property
@@ -404,7 +404,9 @@ REFUSED_EXPERTS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off") -> Any:
+def token_dispatcher(
+    spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off", wire: str | None = None
+) -> Any:
     """Return a spec whose MoE layers dispatch tokens with this library and keep Megatron's experts.
 
     Args:
@@ -412,15 +414,18 @@ def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str 
         timeout_s: maximum wait for other ranks, in seconds.
         schedule: as for `fusedmoe.MoELayer`, under expert parallelism. Megatron's own experts run with autograd per
             chunk, with equal numbers of chunks in both passes.
+        wire: format of rows between ranks, as for `fusedmoe.Schedule`; None: that of the schedule.
     Returns:
         A new spec of the same kind.
     Raises:
-        ConfigError: the spec has no Megatron MoE layer; an unknown schedule.
+        ConfigError: the spec has no Megatron MoE layer; an unknown schedule or `wire`.
     """
-    return _replace_layers(spec, None, timeout_s, schedule)
+    return _replace_layers(spec, None, timeout_s, schedule, wire)
 
 
-def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off") -> Any:
+def routed_experts(
+    spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off", wire: str | None = None
+) -> Any:
     """Return a spec whose MoE layers dispatch tokens and compute experts with this library.
 
     Parameters are named as in Megatron's `SequentialMLP`, `local_experts.0.…`, for any experts in the spec. In
@@ -429,12 +434,15 @@ def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S, schedule: str | 
     Args, Returns, Raises: as for `token_dispatcher`.
     """
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return _replace_layers(spec, linears, timeout_s, schedule)
+    return _replace_layers(spec, linears, timeout_s, schedule, wire)
 
 
-def _replace_layers(spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedule: str | Schedule) -> Any:
+def _replace_layers(
+    spec: Any, linears: MLPSubmodules | None, timeout_s: float, schedule: str | Schedule, wire: str | None
+) -> Any:
     if isinstance(schedule, str):
         Schedule.named(schedule)  # checked before the model is built
+    with_wire(schedule, wire)
     other_modules: list[str] = []
 
     def of_experts(mlp: Any) -> Any:
@@ -449,7 +457,7 @@ def _replace_layers(spec: Any, linears: MLPSubmodules | None, timeout_s: float, 
         if linears is not None:
             own = partial(StackedExperts, submodules=linears)
             inside = replace(inside, experts=own if curried else ModuleSpec(StackedExperts, submodules=linears))
-        params = {"timeout_s": timeout_s, "schedule": schedule}
+        params = {"timeout_s": timeout_s, "schedule": schedule, "wire": wire}
         if curried:
             return partial(MegatronMoELayer, **{**mlp.keywords, "submodules": inside, **params})
         return replace(mlp, module=MegatronMoELayer, submodules=inside, params={**mlp.params, **params})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from fusedmoe.layers.load import TERMS, RoutingCounters
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.runtime.recorder import Recorder
 
-__all__ = ["JsonLines", "Metrics", "TensorBoard"]
+__all__ = ["Metrics"]
 
 Floats = NDArray[np.float64]
 
@@ -39,18 +38,6 @@ class LayerCounters(NamedTuple):
     ranks: int
 
 
-class ExposedTime(NamedTuple):
-    """Exposed communication of the recorded passes on this rank.
-
-    Attributes:
-        exposed_s: seconds in which communication ran and no layer computed, summed over layers.
-        passes_s: seconds from the start of the first layer's forward to the end of its backward.
-    """
-
-    exposed_s: float
-    passes_s: float
-
-
 class Collector:
     """Reduces the counters of layers over ranks. Construction and `collect` are collective.
 
@@ -58,7 +45,6 @@ class Collector:
         layers: by name, which becomes part of the keys.
         topology: the ranks to reduce over.
         flops_per_token, peak_flops: as for `Metrics`.
-        exposed: returns the exposed communication since the last collection, None if unknown.
     Raises:
         ConfigError: no layers, or only one of the two FLOP numbers, or one that is not positive.
         RankError: layers differ between ranks.
@@ -71,7 +57,6 @@ class Collector:
         *,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        exposed: Callable[[], ExposedTime | None] = lambda: None,
     ) -> None:
         if not layers:
             raise ConfigError("Metrics: the model has no MoE layers")
@@ -83,7 +68,7 @@ class Collector:
         sizes = {name: (layer.counters.experts, layer.ranks) for name, layer in layers.items()}
         # The sums of all layers are reduced as one tensor: layers must be equal on all ranks.
         topology.require_equal_facts({"layers": sizes}, "Metrics")
-        self._layers, self._topology, self._exposed = dict(layers), topology, exposed
+        self._layers, self._topology = dict(layers), topology
         self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
         self._since_s = time.perf_counter()
 
@@ -100,7 +85,7 @@ class Collector:
         if self._topology.size == 1:
             device = next(iter(self._layers.values())).counters.sums.device
         sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
-        exposed = self._exposed()
+        exposed = self.exposed()
         now_s = time.perf_counter()
         # Sums over ranks, with the number of ranks that have recorded exposed time.
         own = [now_s - self._since_s, *(exposed or (0.0, 0.0)), float(exposed is not None)]
@@ -111,6 +96,10 @@ class Collector:
         for layer in self._layers.values():
             layer.counters.sums.zero_()
         return self._values_by_name(every_sum, per_layer, per_expert)
+
+    def exposed(self) -> tuple[float, float] | None:
+        """Return the exposed communication since the last collection, as `ExposedSampler.exposed`; None if unknown."""
+        return None
 
     def _values_by_name(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
@@ -154,28 +143,14 @@ class Metrics(Collector):
             if step % 20 == 19:
                 print(metrics.collect())             # {"moe/max_vio": 0.21, …}, on all ranks
 
-    Values cover all tokens of all ranks since the last collection and, except for times, are means over layers. c_e is
-    the number of choices of expert e of E, including dropped choices:
+    Values cover all tokens of all ranks since the last collection. docs/guides/metrics.md lists them. With c_e choices
+    of expert e of E, including dropped choices, and router logits l:
 
-    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/max_vio_worst": maximum over layers
-    - "moe/load_cv" = std c / mean c; "moe/dead_experts": fraction of experts with c = 0
+    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/load_cv" = std c / mean c
     - "moe/diversity" = exp(H(c / Σc)) / E, 1 if balanced
-    - "moe/dropped": fraction of choices dropped by the capacity
-    - "moe/rank_rows": rows received by the busiest rank's experts / mean over ranks, including replicas; 1 without EP.
-      Not for dynamic placements
-    - "moe/pairs_per_token": (token, k) pairs per token sent (once to each rank with any of its experts), the reduction
-      in bytes compared with one row per pair. Not for compiled layers, nor without EP and ESP, where no token is sent
-    - for gates with router logits l, independent of the gate's own losses: "moe/router_entropy", mean entropy of
-      softmax(l) in nats; "moe/z_loss", mean of logsumexp(l)²; "moe/balance_loss", mean of E·Σ_e
-      mean(softmax(l)_e)·c_e/Σc per forward pass and rank (1 if balanced)
-    - "moe/aux_loss": the gate's own losses with their coefficients, mean over forward passes and ranks
-    - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
-    - "moe/tokens_per_s" over all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
-    - "moe/exposed_s": seconds of exposed communication (a link is in use and no layer of the rank computes) in the
-      first forward and backward pass of each layer since the last collection: sum over layers, mean over ranks.
-      Includes waits for ranks that start the passes later. 0 without EP and ESP; not for compiled models
-    - "moe/exposed_share": the same as a fraction of these passes, from the first layer's forward to the end of its
-      backward
+    - "moe/router_entropy": mean entropy of softmax(l) in nats; "moe/z_loss": mean of logsumexp(l)²;
+      "moe/balance_loss": mean of E·Σ_e mean(softmax(l)_e)·c_e/Σc per forward pass and rank (1 if balanced)
+    - "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
 
     Counters are float64 on the layer's device; only `collect` synchronizes. `close` stops counting.
 
@@ -203,12 +178,14 @@ class Metrics(Collector):
             raise ConfigError("Metrics: a layer already has metrics: use them, or close() them first")
         number_layers(layers)
         watched = {name: _make_layer_counters(layer) for name, layer in self._named_layers.items()}
-        numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
-        super().__init__(watched, topology, exposed=lambda: self._exposed_sampler.exposed(), **numbers)
+        super().__init__(watched, topology, flops_per_token=flops_per_token, peak_flops=peak_flops)
         # Last: it hooks the model, and no error may follow.
         self._exposed_sampler = ExposedSampler(model, topology)
         for name, layer in self._named_layers.items():
             layer.load.counters = watched[name].counters
+
+    def exposed(self) -> tuple[float, float] | None:
+        return self._exposed_sampler.exposed()
 
     def close(self) -> None:
         self._exposed_sampler.close()
@@ -243,19 +220,20 @@ class ExposedSampler:
         for handle in self._hook_handles:
             handle.remove()
 
-    def exposed(self) -> ExposedTime | None:
-        """Return the exposed communication of the passes recorded since the last call; None if unrecorded.
+    def exposed(self) -> tuple[float, float] | None:
+        """Return two durations of the passes recorded since the last call; None if unrecorded.
 
-        Synchronizes with the device.
+        The seconds in which communication ran and no layer computed, summed over layers; and from the start of the
+        first layer's forward to the end of its backward. Synchronizes with the device.
         """
         if self._is_local:
-            return ExposedTime(0.0, 0.0)
+            return 0.0, 0.0
         if self._recorder is None or not self._recorded_modules:
             return None
         found = self._recorder.timeline()
         self._recorder.clear()
         self._recorded_modules.clear()
-        return ExposedTime(found.exposed_s(), found.duration_s)
+        return found.exposed_s(), found.duration_s
 
     def _begin(self, module: Any, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -310,51 +288,6 @@ def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> d
     if terms["tokens"]:
         metrics["aux_loss"] = terms["aux_loss"] / terms["tokens"]
     return {key: float(value) for key, value in metrics.items()}
-
-
-class Sink(Protocol):
-    """Writes collected metrics; used on one rank, because all ranks collect the same values."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-
-class JsonLines:
-    """Append one JSON line per collection to a file: {"step": 20, "moe/max_vio": …}. A killed job keeps all lines.
-
-    Raises:
-        OSError: the folder does not exist or is not writable.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-
-
-class TensorBoard:
-    """Write curves with `torch.utils.tensorboard`.
-
-    Raises:
-        ConfigError: the package tensorboard is not installed.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"TensorBoard is not installed ({error}): pip install tensorboard, or use JsonLines"
-            ) from error
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 @contextmanager

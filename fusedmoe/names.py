@@ -13,6 +13,9 @@ GATES = (
 ORDERS = ("sparse", "dropless", "einsum")
 #: All-to-all algorithms (`MoELayer(dispatch=)`).
 ALGORITHMS = ("direct", "1dh", "2dh")
+#: Formats of rows between ranks (`Schedule(wire=)`): the tensors' dtype, fp8 in dispatch, fp8 in dispatch and combine.
+FP8_WIRES = ("fp8", "fp8-both")
+WIRES = ("bf16", *FP8_WIRES)
 #: Policies of `placement.ShardedExperts`: Hecate, Hecate without the search after Algorithm 1, and static experts.
 PLACEMENT_POLICIES = ("hecate", "algorithm1", "ep")
 #: `balance` of `placement.ShardedExperts`: replicas from the loads of earlier steps; also from the batch's own routing;

@@ -13,7 +13,7 @@ from fusedmoe.construction import Constructed
 from fusedmoe.gates.base import Gate, Routing, SoftRouting, trait_applies
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 
-__all__ = ["Dropless", "Einsum", "Order", "Ordered", "Sparse"]
+__all__ = ["Dropless", "Einsum", "Order", "Sparse"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.compat import megatron, torchtitan
 from fusedmoe.compat.torch import WRAPPED_NAMES
 from fusedmoe.errors import ConfigError
 from fusedmoe.gates import ExpertChoice, SoftMoE
 from fusedmoe.gates.choice_override import ChoiceOverride, RouterTap
 from fusedmoe.layers.moe import MoELayer
 
-__all__ = ["read_sglang", "read_vllm", "record", "replay", "routers"]
+__all__ = ["read_sglang", "read_vllm", "record", "replay"]
 
 # Attributes under which DDP, PEFT and the wrappers in `compat` hold the wrapped module.
 _WRAPPED = {"module", "base_layer", *WRAPPED_NAMES}
@@ -54,15 +53,6 @@ class _Router(NamedTuple):
     experts: Any = None
 
 
-def routers(model: nn.Module) -> list[str]:
-    """Return the names of the layers whose choices can be recorded, in order.
-
-    Raises:
-        ConfigError: the model has no such layers, or a layer whose choices cannot be recorded.
-    """
-    return list(_find_routers(model))
-
-
 @contextmanager
 def record(model: nn.Module, device: torch.device | str | None = None) -> Iterator[dict[str, Tensor]]:
     """Record the experts that a model's tokens choose. Recomputations of activation checkpoints are not recorded.
@@ -79,7 +69,7 @@ def record(model: nn.Module, device: torch.device | str | None = None) -> Iterat
             forward, or whose router does not use the top-k of its scores; nested records.
     """
     choices: dict[str, Tensor] = {}
-    by_name = _find_routers(model)
+    by_name = find_routers(model)
     if any(tap is not None and tap.recorded is not None for tap in map(_tap, by_name.values())):
         raise ConfigError("routing.record: the model's choices are already being recorded")
     taps = {name: _get_or_create_tap(name, router) for name, router in by_name.items()}
@@ -100,14 +90,14 @@ def replay(model: nn.Module, choices: Mapping[str, Tensor] | Sequence[Tensor]) -
     tokens.
 
     Args:
-        choices: by layer as from `record`, or for all layers in the order of `routers`: [T, K] integers on any device.
-            In rows that contain −1 the router chooses the experts itself.
+        choices: by layer as from `record`, or for all layers in the order of `model.named_modules()`: [T, K] integers
+            on any device. In rows that contain −1 the router chooses the experts itself.
     Raises:
         ConfigError: other layers than the model's; invalid or repeated experts of a token; nested replays; from a
             forward, another number of tokens or experts than the router's; at the end of the context, unused rows, or a
             layer without a forward.
     """
-    by_name = _find_routers(model)
+    by_name = find_routers(model)
     given = _choices_by_layer(list(by_name), choices)
     num_experts = {name: r.gate.experts if isinstance(r, MoELayer) else r.num_experts for name, r in by_name.items()}
     some_live = {name: _validate_choices(name, given[name], num_experts[name]) for name in by_name}
@@ -152,7 +142,9 @@ def read_vllm(
             that does not exist; `sequence_first` without `padded_to`.
     """
     joined = [_join_prompt(number, parts) for number, parts in enumerate(sequences)]
-    return _arrange_tokens(joined, tokens, moe_layers, padded_to, left, sequence_first)
+    return read_sglang(
+        joined, tokens, moe_layers=moe_layers, padded_to=padded_to, left=left, sequence_first=sequence_first
+    )
 
 
 def read_sglang(
@@ -183,33 +175,12 @@ def read_sglang(
                 )
             sequence = sequence.view(-1, *layers_and_k)
         shaped.append(sequence)
-    return _arrange_tokens(shaped, tokens, moe_layers, padded_to, left, sequence_first)
-
-
-def _join_prompt(number: int, parts: Any) -> Tensor:
-    prompt, generated = (part if isinstance(part, Tensor) else torch.as_tensor(part, device="cpu") for part in parts)
-    if prompt.dim() != 3 or generated.dim() != 3 or prompt.shape[1:] != generated.shape[1:]:
-        raise ConfigError(
-            f"routing: of sequence {number} prompt and generated tokens must be [P, L, K] and [G, L, K], got "
-            f"{list(prompt.shape)} and {list(generated.shape)}"
-        )
-    return torch.cat([prompt, generated])
-
-
-def _arrange_tokens(
-    sequences: Sequence[Tensor],
-    tokens: Sequence[int],
-    moe_layers: Sequence[int] | None,
-    padded_to: int | None,
-    left: bool,
-    sequence_first: bool,
-) -> list[Tensor]:
     if len(sequences) != len(tokens) or not len(tokens):
         raise ConfigError(f"routing: {len(sequences)} sequences, but {len(tokens)} entries in tokens")
     if sequence_first and padded_to is None:
         raise ConfigError("routing: packed sequences have no batch, so sequence_first needs padded_to")
-    shape, rows = sequences[0].shape[1:], []
-    for number, (sequence, count) in enumerate(zip(sequences, tokens, strict=True)):
+    shape, rows = shaped[0].shape[1:], []
+    for number, (sequence, count) in enumerate(zip(shaped, tokens, strict=True)):
         if sequence.dim() != 3 or sequence.shape[1:] != shape or sequence.is_floating_point():
             raise ConfigError(
                 f"routing: sequence {number} must be integers [tokens, L, K] = [·, {', '.join(map(str, shape))}] as "
@@ -232,6 +203,16 @@ def _arrange_tokens(
         if not 0 <= layer < expert_TLK.shape[1]:
             raise ConfigError(f"routing: there is no layer {layer} among the {expert_TLK.shape[1]} that were read")
     return [expert_TLK[:, layer].contiguous() for layer in numbers]
+
+
+def _join_prompt(number: int, parts: Any) -> Tensor:
+    prompt, generated = (part if isinstance(part, Tensor) else torch.as_tensor(part, device="cpu") for part in parts)
+    if prompt.dim() != 3 or generated.dim() != 3 or prompt.shape[1:] != generated.shape[1:]:
+        raise ConfigError(
+            f"routing: of sequence {number} prompt and generated tokens must be [P, L, K] and [G, L, K], got "
+            f"{list(prompt.shape)} and {list(generated.shape)}"
+        )
+    return torch.cat([prompt, generated])
 
 
 def _choices_by_layer(names: list[str], choices: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
@@ -338,8 +319,12 @@ class _TappedForward:
                 del self._router.module.forward
 
 
-def _find_routers(model: nn.Module) -> dict[str, MoELayer | _Router]:
-    """Return the routers of MoE layers by layer name, without the names of wrappers."""
+def find_routers(model: nn.Module) -> dict[str, MoELayer | _Router]:
+    """Return the routers of MoE layers by layer name, without the names of wrappers.
+
+    Raises:
+        ConfigError: the model has no such layers, or a layer whose choices cannot be recorded.
+    """
     by_name: dict[str, MoELayer | _Router] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -375,11 +360,11 @@ def _router(path: str, module: Any, modules: Mapping[str, nn.Module]) -> MoELaye
         split = is_expert_parallel(module)
         num_experts = len(module.down_proj) if split else int(module.num_experts)
         return _Router(around, modules[around], num_experts, experts=None if split else module)
-    if torchtitan.is_router(module):
-        return _Router(
-            path, module, int(module.num_experts), 3, lambda output: _flatten_tokens(torchtitan.chosen_experts(output))
-        )
-    if megatron.is_router(module):
+    # Without importing the libraries.
+    kind = type(module).__name__
+    if kind == "TokenChoiceTopKRouter":  # torchtitan's, which returns (weights, indices, scores)
+        return _Router(path, module, int(module.num_experts), 3, lambda output: _flatten_tokens(output[1]))
+    if kind == "TopKRouter" and hasattr(module, "routing"):  # Megatron's
         return _Router(path, module, int(module.num_experts))
     if hasattr(module, "num_global_experts") and hasattr(module, "gates"):  # Tutel's
         return _Router(path, module, int(module.num_global_experts))

@@ -15,11 +15,9 @@ received tokens.
 from __future__ import annotations
 
 from fusedmoe.autograd.order import take_pairs
-from fusedmoe.compat.torchtitan import VERSIONS
-from fusedmoe.versions import version_error
+from fusedmoe.compat import require_version
 
-if (error := version_error("torchtitan", *VERSIONS, "fusedmoe.titan")) is not None:
-    raise error
+require_version("torchtitan", "0.3", "0.4", "fusedmoe.titan")
 
 import warnings
 from collections.abc import Sequence
@@ -44,9 +42,10 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from fusedmoe import PipelinedBlocks, Schedule, Topology, autograd
 from fusedmoe.autograd.experts import WeightParts, experts_in_parts
-from fusedmoe.autograd.grouped import clamped_swiglu
+from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
 from fusedmoe.blocks.external_blocks import ExpertsInput, ExternalBlock, pipeline_external
 from fusedmoe.comm import make_all_to_all
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, JoinedExperts
 from fusedmoe.engine.chunk_experts import GroupedExperts as GroupedChunks
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -54,6 +53,7 @@ from fusedmoe.engine.dispatcher import Handle
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import Layout, Weights
 from fusedmoe.layers.input_checks import InputChecks
+from fusedmoe.layers.schedule import with_wire
 from fusedmoe.layers.scheduled_exchange import ExternalExperts, ScheduledExchange, shared_topology
 from fusedmoe.training import KEPT_OPERATORS
 
@@ -87,10 +87,13 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         """Maximum wait for other ranks in seconds (see `fusedmoe.Topology`)."""
         schedule: Any = "off"
         """Schedule of dispatch, experts and combine, as in `fusedmoe.MoELayer`."""
+        wire: str | None = None
+        """Format of rows between ranks, as in `fusedmoe.Schedule`; None: that of the schedule."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._timeout_s, self._schedule = config.timeout_s, config.schedule
+        self._timeout_s, self._wire = config.timeout_s, find_wire_format(config.wire)
+        self._schedule = with_wire(config.schedule, config.wire)
         self._collectives: Collectives | None = None
         self._checks = InputChecks(Topology(), _NAME)
         self._experts: ExternalExperts | None = None
@@ -107,7 +110,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         topology = shared_topology(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
         self._checks = InputChecks(topology, _NAME)
         if self._experts is None:
-            self._collectives = Collectives(topology, make_all_to_all("direct", topology), name=_NAME)
+            self._collectives = Collectives(topology, make_all_to_all("direct", topology, self._wire), name=_NAME)
         else:
             self.exchange = ScheduledExchange(topology, self._experts, self._schedule, _NAME)
             self._collectives = self.exchange.dispatcher.collectives
@@ -143,16 +146,11 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             y_RD = self._collectives.combine_by_operators(y_RD, handle)
         return y_RD.to(x_TD.dtype)
 
-    def through_experts(
-        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, block_input: Tensor | None = None
-    ) -> Tensor:
-        """Dispatch tokens, run the experts and combine, as scheduled. Return [T, D].
-
-        `block_input`: [B, L, D], the input of the shared experts, which a plan then computes.
-        """
+    def through_experts(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Tensor:
+        """Dispatch tokens, run the experts and combine, as scheduled. Return [T, D]."""
         assert self.exchange is not None
         layout = autograd.order(topk_expert_ids_TK, self.num_experts)
-        return self.exchange.through_experts(x_TD, layout, topk_scores_TK, block_input)
+        return self.exchange.through_experts(x_TD, layout, topk_scores_TK)
 
 
 class FusedExperts(GroupedExperts):
@@ -206,12 +204,12 @@ class FusedGptOssExperts(GptOssGroupedExperts):
     def _compute(self, parameters: Sequence[Tensor], x_SD: Tensor, layout: Layout, score_N: Tensor | None) -> Tensor:
         shards = _tensor_parallel_ranks(self)
         up_EGD, up_bias_EG, down_EDF, down_bias_ED = (parameter.to(x_SD.dtype) for parameter in parameters)
-        h_NG = autograd.grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
+        h_NG = grouped_linear(autograd.permute(x_SD, layout), layout, up_EGD, up_bias_EG)
         a_NF = clamped_swiglu(h_NG, limit=self.swiglu_limit)
         if shards > 1:
             # Each rank adds 1/shards of the bias, with the gradient of the whole bias.
             down_bias_ED = down_bias_ED + (down_bias_ED / shards - down_bias_ED).detach()
-        rows_ND = autograd.grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
+        rows_ND = grouped_linear(a_NF, layout, down_EDF, down_bias_ED)
         assert score_N is not None
         return autograd.unpermute((rows_ND * score_N[:, None]).to(x_SD.dtype), layout)
 
@@ -250,12 +248,6 @@ class FusedRoutedExperts(RoutedExperts):
         self.token_dispatcher.set_experts(
             _InnerExperts(inner, self.token_dispatcher.num_experts, inner.widths(), gated=True)
         )
-        self._has_tensor_parallelism = False
-
-    def parallelize(self, parallel_dims: Any) -> None:
-        """Split the parameters, as torchtitan's class."""
-        self._has_tensor_parallelism = bool(parallel_dims.tp_enabled)
-        super().parallelize(parallel_dims)
 
     @property
     def fusedmoe_exchange(self) -> ScheduledExchange:
@@ -272,9 +264,7 @@ class FusedRoutedExperts(RoutedExperts):
         with spmd.no_typecheck():
             scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
             x_TD = x_BLD.flatten(0, 1).to(dtype)
-            # With tensor parallelism the shared experts communicate.
-            block_input = None if self._has_tensor_parallelism or _is_type_checking() else x_BLD
-            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK, block_input)
+            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK)
             return y_TD.view(x_BLD.shape).to(x_BLD.dtype)
 
 
@@ -332,37 +322,47 @@ _EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Con
 
 
 @override(target=AllToAllTokenDispatcher.Config, description="Dispatch and combine by fusedmoe")
-def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = _TIMEOUT_S) -> TokenDispatcher.Config:
+def token_dispatcher(
+    cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = _TIMEOUT_S, wire: str | None = None
+) -> TokenDispatcher.Config:
     """Replace the dispatcher's configuration by this library's.
 
     Args:
         timeout_s: maximum wait for other ranks, in seconds.
+        wire: format of rows between ranks, as for `fusedmoe.Schedule`; None: the rows' dtype.
     Raises:
-        ConfigError: a dispatcher that pads rows, for quantised experts.
+        ConfigError: a dispatcher that pads rows, for quantised experts; an unknown `wire`.
     """
+    find_wire_format(wire)
     if type(cfg) is not AllToAllTokenDispatcher.Config:
         raise ConfigError(
             f"fusedmoe.titan.token_dispatcher: {_name(cfg)} does more than send rows, such as pad them for quantised "
             "experts, which would be lost; leave this override or the quantisation of experts out"
         )
-    return derive(cfg, TokenDispatcher.Config, timeout_s=timeout_s)
+    return derive(cfg, TokenDispatcher.Config, timeout_s=timeout_s, wire=wire)
 
 
 @override(target=RoutedExperts.Config, description="Dispatch, experts and combine by fusedmoe")
 def routed_experts(
-    cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S, schedule: str | Schedule = "off"
+    cfg: RoutedExperts.Config,
+    *,
+    timeout_s: float = _TIMEOUT_S,
+    schedule: str | Schedule = "off",
+    wire: str | None = None,
 ) -> FusedRoutedExperts.Config:
     """Replace the routed experts' configuration: dispatcher and kernels become this library's.
 
     Args:
         timeout_s: maximum wait for other ranks, in seconds.
         schedule: as for `fusedmoe.MoELayer`, under expert parallelism. Compiled blocks run as with "off".
+        wire: format of rows between ranks, as for `fusedmoe.Schedule`; None: that of the schedule.
     Raises:
         ConfigError: experts or a dispatcher of an unsupported class (supported: torchtitan's plain ones and gpt-oss's);
-            an unknown schedule.
+            an unknown schedule or `wire`.
     """
     if isinstance(schedule, str):
         Schedule.named(schedule)  # checked before the model is built
+    with_wire(schedule, wire)
     inner, dispatcher = cfg.inner_experts, cfg.token_dispatcher
     if isinstance(dispatcher, TokenDispatcher.Config):
         before = "routed_experts" if isinstance(cfg, FusedRoutedExperts.Config) else "token_dispatcher"
@@ -381,7 +381,7 @@ def routed_experts(
         cfg,
         FusedRoutedExperts.Config,
         inner_experts=derive(inner, _EXPERTS[type(inner)]),
-        token_dispatcher=derive(dispatcher, TokenDispatcher.Config, timeout_s=timeout_s, schedule=schedule),
+        token_dispatcher=derive(dispatcher, TokenDispatcher.Config, timeout_s=timeout_s, schedule=schedule, wire=wire),
     )
 
 
@@ -405,7 +405,12 @@ FAMILIES = ("DeepSeekV3TransformerBlock", "GptOssTransformerBlock", "Qwen3Transf
 
 
 def pipeline(
-    model: nn.Module, degrees: tuple[int, int] | None = (2, 2), *, policy: str | None = None, recompute: bool = False
+    model: nn.Module,
+    degrees: tuple[int, int] | None = (2, 2),
+    *,
+    policy: str | None = None,
+    recompute: bool = False,
+    wire: str | None = None,
 ) -> list[PipelinedBlocks]:
     """Pipeline a model's blocks: attention of one micro-batch overlaps with the experts of another. Collective.
 
@@ -415,7 +420,7 @@ def pipeline(
         model: a model built with the override `fusedmoe.titan.routed_experts`, after parallelisation and
             initialisation. Its blocks must be of DeepSeek-V3 (also Kimi K2), gpt-oss or Qwen3, not compiled, and
             without activation checkpoints.
-        degrees, policy, recompute: as for `fusedmoe.hf.pipeline`.
+        degrees, policy, recompute, wire: as for `fusedmoe.hf.pipeline`.
     Returns:
         The pipelined blocks, as `fusedmoe.hf.pipeline`.
     Raises:
@@ -423,7 +428,7 @@ def pipeline(
             compiled blocks, tensor parallelism, type checks. From a forward: masks of variable length.
         RankError: ranks with different blocks or degrees.
     """
-    return pipeline_external(model, TitanBlocks(), degrees, policy, recompute)
+    return pipeline_external(model, TitanBlocks(), degrees, policy, recompute, wire)
 
 
 class TitanBlocks:

@@ -156,3 +156,5 @@ def test_json_digest_is_verified_if_present() -> None:
         ConfigError, match=r'here: damaged or edited \(digest mismatch\). If you edited it, remove its "sha256"'
     ):
         parse_json(text.replace("1e-05", "1e-06"), "here")
+    with pytest.raises(ConfigError, match="^here: damaged or edited"):
+        parse_json(text.replace("1e-05", "1e-06").replace("sha256", "Sha256"), "here")

@@ -31,7 +31,7 @@ compiled = torch.compile(layer, backend=lambda module, inputs: graphs.append(mod
 x = torch.randn(5, 8)
 assert torch.equal(compiled(x), layer(x)) and not graphs, graphs
 
-layer = fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.SwiGLU(4), hooks=[fusedmoe.hooks.WireFp8()])
+layer = fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4, k=2), fusedmoe.experts.SwiGLU(4), hooks=[fusedmoe.hooks.WireCast()])
 layer(x).sum().backward()
 import fusedmoe.kernels
 for module in iter_modules(fusedmoe.kernels.__path__, "fusedmoe.kernels."):

@@ -27,7 +27,6 @@ from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import Row
 from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.earlier_formats import convert_checkpoint
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.survival import Survival
 from tests.training.planted import rewrite, value
@@ -104,9 +103,6 @@ def test_path_errors_have_no_control_characters(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             read(tmp_path / EVIL)
         assert_harmless(str(caught.value))
-    with pytest.raises(ConfigError) as caught:
-        convert_checkpoint(tmp_path / EVIL, tmp_path / "new")
-    assert_harmless(str(caught.value))
 
 
 def _setting(folder: Path) -> None:
@@ -164,5 +160,5 @@ def test_command_output_has_no_control_characters(tmp_path: Path, capsys: pytest
     assert_harmless(capsys.readouterr().out, lines=True)
     row = Row(EVIL, 1.0, 1.0)
     assert_harmless(format_rows([row, row, row]), lines=True)
-    assert main(["convert-checkpoint", str(tmp_path / EVIL), str(tmp_path / "new")]) == 2
+    assert main(["plan", "--costs", str(tmp_path / EVIL), "--ranks", "8"]) == 2
     assert_harmless(capsys.readouterr().err, lines=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from fusedmoe.compat import require_version
 from fusedmoe.compat import torch as compat
-from fusedmoe.versions import version_error
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,9 +30,7 @@ ROOT = Path(__file__).parents[1]
         (None, "fusedmoe.hf needs transformers, which is not installed: pip install 'transformers>=5.23,<6'"),
     ],
 )
-def test_version_error_for_unsupported_versions(
-    monkeypatch: pytest.MonkeyPatch, found: str | None, text: str | None
-) -> None:
+def test_unsupported_versions_are_refused(monkeypatch: pytest.MonkeyPatch, found: str | None, text: str | None) -> None:
     def version(package: str) -> str:
         assert package == "transformers"
         if found is None:
@@ -38,8 +38,8 @@ def test_version_error_for_unsupported_versions(
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    error = version_error("transformers", "5.23", "6", "fusedmoe.hf")
-    assert error is None if text is None else isinstance(error, ImportError) and text in str(error)
+    with nullcontext() if text is None else pytest.raises(ImportError, match=re.escape(text)):
+        require_version("transformers", "5.23", "6", "fusedmoe.hf")
 
 
 def pinned_versions(name: str) -> dict[str, str]:

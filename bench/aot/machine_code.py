@@ -80,7 +80,7 @@ def slow_loops(sass: str) -> str:
     """Return what prevents Hopper's products from running back to back in a warp-specialised kernel, or "".
 
     In the product loops, one per warp group, the previous step's products are awaited while the current ones run,
-    nothing is loaded, and no barrier includes more warps than the group's.
+    nothing is loaded, and no barrier includes more warps than the group's. A kernel without products has no such loops.
     """
     code = [(int(place, 16), text) for place, text in _MACHINE.findall(sass)]
     jumps = [
@@ -93,6 +93,8 @@ def slow_loops(sass: str) -> str:
             if not around:
                 continue  # a peeled first or last step
             loops.add(min(around, key=lambda loop: loop[1] - loop[0]))
+    if not any(text.startswith("HGMMA") for _, text in code):
+        return ""
     if len(loops) < 2:
         return f"has {len(loops)} loops with products, not one for each group of warps"
     for start, end in loops:

@@ -28,11 +28,10 @@ from triton.backends.compiler import GPUTarget
 
 from bench.aot.machine_code import SHARED
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.generation import Capability, generation
+from fusedmoe.kernels.backend import INTERPRET, Capability, generation
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord, all_candidates
-from fusedmoe.kernels.triton.grouped.verified import Gpu
+from fusedmoe.kernels.triton.grouped.configs import Gpu
 
 # Multiprocessors of the GPU that represents each generation: A100, H200, B200, RTX PRO 6000.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 120: 188}

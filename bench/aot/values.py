@@ -30,7 +30,7 @@ def tiles() -> list[tuple[str, Config]]:
     """Return the half-precision configurations of each operation's Triton form, on any generation."""
     import torch
 
-    from fusedmoe.kernels.generation import TABLE_SHARED_BYTES
+    from fusedmoe.kernels.backend import TABLE_SHARED_BYTES
     from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, candidates
 
     found = [

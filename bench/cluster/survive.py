@@ -38,7 +38,7 @@ from bench.cluster.network import TwoNodes, missing
 from bench.provenance import provenance
 from fusedmoe.training.survival.node_memory import NodeMemory
 
-MEASURED = ["fusedmoe/training/survival", "fusedmoe/cli/survive.py", "fusedmoe/cli/train.py", "fusedmoe/comm"]
+MEASURED = ["fusedmoe/training/survival", "fusedmoe/cli/restart.py", "fusedmoe/cli/train.py", "fusedmoe/comm"]
 MEASURED += ["bench/cluster/survive.py", "bench/cluster/agents.py"]
 
 EXAMPLES = """\

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from bench.gpu.exercise import PASSED
 from bench.gpu.part import Outcome, Place, judge_exit, last_line
@@ -41,17 +43,36 @@ def tests(place: Place, count: int) -> Outcome:
 
 
 def sanitizer(place: Place, tool: str) -> Outcome:
-    """Run the exercise under a compute-sanitizer tool, excluding PyTorch's kernels (C++ names)."""
+    """Run the exercise under a compute-sanitizer tool; racecheck without Gluon forms (`racecheck_gluon`)."""
+    return _sanitize(place, tool, "bench.gpu.exercise", {"FUSEDMOE_GLUON": "0"} if tool == "racecheck" else {})
+
+
+def racecheck_gluon(place: Place) -> Outcome:
+    """Run racecheck on an empty warp-specialised kernel and, if it reports nothing, on the Gluon forms.
+
+    Hazards in the empty kernel are false alarms, and then reports on the Gluon forms mean nothing: those are checked by
+    memcheck and by `gluon_first stress`, which compares a hundred runs bitwise.
+    """
+    if place.rehearsal or torch.cuda.get_device_capability()[0] != 9:
+        return Outcome("skipped", "the Gluon forms are for Hopper GPUs")
+    empty = _sanitize(place, "racecheck", "bench.gpu.empty_warps", {})
+    if empty.result in ("failed", "alarm"):
+        return empty._replace(result="alarm", word=f"an empty warp-specialised kernel: {empty.word}: false alarms")
+    if empty.result != "passed":
+        return empty
+    forms = _sanitize(place, "racecheck", "bench.gpu.exercise", {})
+    return forms._replace(word=f"Gluon forms: {forms.word}; none in an empty warp-specialised kernel")
+
+
+def _sanitize(place: Place, tool: str, module: str, forms: Mapping[str, str]) -> Outcome:
+    """Run a module under a compute-sanitizer tool, excluding PyTorch's kernels (C++ names)."""
     program = find_sanitizer()
     if program is None:
         return Outcome("skipped", "there is no compute-sanitizer here")
     options = ["--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
-    # Racecheck reports the dispatch of warp-specialised kernels as races: Gluon forms are checked by memcheck and by
-    # `gluon_first stress`, which compares a hundred runs bitwise.
-    forms = {"FUSEDMOE_GLUON": "0"} if tool == "racecheck" else {}
     # PyTorch's caching allocator would hide out-of-bounds accesses inside its large blocks.
     ended = place.run_program(
-        [program, *options, "--kernel-name-exclude", "kns=_ZN", sys.executable, "-m", "bench.gpu.exercise"],
+        [program, *options, "--kernel-name-exclude", "kns=_ZN", sys.executable, "-m", module],
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FUSEDMOE_AUTOTUNE": "0", **forms},
     )
     outcome = judge_sanitizer(ended)

@@ -1,6 +1,6 @@
 """GPU step timing: CUDA events, medians, interleaving, cold caches.
 
-A clock has a method `measure(steps, seconds)`; tests use one without a GPU.
+Tests use a `Clock` without a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from bench.gpu.monitor import monitored
+
 # Reading this amount evicts the L2 cache: several times the size on any current GPU.
 _FLUSH_BYTES = 256 * 2**20
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
+_REST_S, _WARMUP_MS, _REPEATS_MS = 0.5, 5, 500
 # Bound for steps that synchronise, for which more flushes never suffice.
 _MOST_FLUSHES = 64
 
@@ -49,8 +52,15 @@ class Times(NamedTuple):
 
 
 class Clock(Protocol):
+    """`conditions`: the GPU's state during the last measurement, as result fields (`monitored`)."""
+
+    conditions: Mapping[str, Any]
+
     def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
         """Return the times of the steps by name, measured for about `seconds`."""
+
+    def mean_ms(self, run: Callable[[], object]) -> float:
+        """Return the mean time of half a second of repeats after half a second of rest."""
 
 
 class CudaClock:
@@ -63,7 +73,8 @@ class CudaClock:
 
     def __init__(self, device: torch.device, tell: Callable[[str], object] = lambda step: None) -> None:
         """`tell`: called with each step before its first run, which may compile and tune for long."""
-        self._tell = tell
+        self._tell, self._device = tell, device
+        self.conditions: Mapping[str, Any] = {}
         self._unrelated = torch.zeros(_FLUSH_BYTES // 4, device=device)
         self._sum = torch.zeros((), device=device)
         self._flush()
@@ -88,14 +99,23 @@ class CudaClock:
         gc.collect()
         gc.disable()
         try:
-            taken = [self._round(steps, flushes) for _ in range(rounds)]
-            torch.cuda.synchronize()
+            with monitored(self._device) as self.conditions:
+                taken = [self._round(steps, flushes) for _ in range(rounds)]
+                torch.cuda.synchronize()
         finally:
             gc.enable()
         return {
             step.name: Times.of([begin.elapsed_time(end) for begin, end in events])
             for step, events in zip(steps, zip(*taken, strict=True), strict=True)
         }
+
+    def mean_ms(self, run: Callable[[], object]) -> float:
+        from triton.testing import do_bench
+
+        torch.cuda.synchronize()
+        time.sleep(_REST_S)
+        with monitored(self._device) as self.conditions:
+            return float(do_bench(run, warmup=_WARMUP_MS, rep=_REPEATS_MS))
 
     def _lead(self, step: Step) -> int:
         """Return the number of flushes that take longer than the host needs to launch the step."""

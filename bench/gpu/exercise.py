@@ -28,7 +28,7 @@ from fusedmoe.kernels.experts import Weights, experts_backward, experts_forward
 from fusedmoe.kernels.gate import GateRule, define_choice
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import build_layout, define_layout
-from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
+from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_fp8, unpack_fp8
 
 PASSED = "exercise: passed"
 # Tokens, top K, experts, and sizes of which bfloat16 rows are multiples of 16 bytes but not of a tile.
@@ -139,7 +139,6 @@ def wire(device: torch.device) -> Pairs:
     packed = pack_fp8(rows_NM.to(device))
     yield "pack_fp8", packed, define_pack_fp8(rows_NM)
     yield "unpack_fp8", unpack_fp8(packed, torch.float32), define_unpack_fp8(packed.cpu(), torch.float32)
-    yield "pack_bf16", pack_bf16(rows_NM.float().to(device)), rows_NM
 
 
 def ranks(device: torch.device) -> Pairs:

@@ -38,8 +38,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
 )
 
 if TYPE_CHECKING:  # requires Triton
-    from fusedmoe.kernels.triton.grouped.autotune import Tuner
-    from fusedmoe.kernels.triton.grouped.holder import MultiprocessorHolder
+    from fusedmoe.kernels.triton.grouped.autotune import MultiprocessorHolder, Tuner
 
 
 def variants() -> Iterator[Variant]:
@@ -83,7 +82,7 @@ def stress(shapes: Sequence[Shape], device: torch.device) -> None:
     Forms: Triton, Gluon with all programs, and Gluon with fewer. Times: alone, and while another stream occupies
     multiprocessors.
     """
-    from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED, MultiprocessorHolder
+    from fusedmoe.kernels.triton.grouped.autotune import NUM_OCCUPIED, MultiprocessorHolder
 
     holder = MultiprocessorHolder(device)
     free = torch.cuda.get_device_properties(device).multi_processor_count - NUM_OCCUPIED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bench.gpu.clock import Step, Times
 from bench.gpu.part import Place
@@ -17,6 +17,8 @@ class FakeClock:
     def __init__(self, *times_ms: float) -> None:
         self.times_ms = times_ms or (1.0,)
         self.results: dict[str, object] = {}
+        self.means = 0
+        self.conditions: Mapping[str, object] = {}
 
     def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
         times = {}
@@ -25,6 +27,11 @@ class FakeClock:
             ms = self.times_ms[place % len(self.times_ms)]
             times[step.name] = Times(ms, 0.9 * ms, 1.1 * ms, 7)
         return times
+
+    def mean_ms(self, run: Callable[[], object]) -> float:
+        run()
+        self.means += 1
+        return self.means * self.times_ms[0]
 
 
 def shapes_of(place: Place) -> Sequence[Shape]:

@@ -88,7 +88,7 @@ class Session:
         self.spool.add("done", suite=suite, shape=shape.name)
         completed = [complete(row, self.ceilings) for row in rows]
         for row in completed:
-            variant = f"{row['variant']} " if row["kind"] == "pass" else ""
+            variant = {"kernel": "", "pass": f"{row['variant']} "}.get(row["kind"], f"{row['variant']} {row['kind']} ")
             print(
                 f"  {shape.name:12} {variant + row['name']:28} {row['measured_ms']:8.3f} ms,"
                 f" limit {row['limit_ms']:7.3f}, {row['fraction']:4.0%} of it {row['tflops']:5.0f} TFLOP/s",

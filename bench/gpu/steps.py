@@ -163,7 +163,8 @@ PLANS = {
         [
             [_VERSIONS],
             [_part("exercise", 90, "every kernel once, which compiles them", checks.exercise)],
-            _sanitizers(115),
+            _sanitizers(90),
+            [_part("racecheck Gluon", 45, "an empty warp-specialised kernel, then Gluon's", checks.racecheck_gluon)],
             [_part("profile", 60, "kernels under Nsight Compute", checks.profile)],
         ],
     ),

@@ -38,7 +38,7 @@ def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: 
     times, costs = clock.measure(steps, seconds), kernel_costs(shape)
     return [
         _row(shape, "kernel", step.name, NAME, [costs[step.name]], costs[step.name].flops, times[step.name])
-        | {**step.told()}
+        | {**step.told(), **clock.conditions}
         for step in steps
     ]
 
@@ -96,6 +96,7 @@ def measure_passes(
     return [
         _row(shape, "pass", name, layer.name, pass_costs(shape, name), shape.flops(name), times[f"{layer.name} {name}"])
         | found
+        | clock.conditions
         for layer, found in ready
         for name in PASSES
     ]

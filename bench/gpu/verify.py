@@ -2,7 +2,7 @@
 
 Each candidate is checked in each variant of `variants`, in a separate process (`apart.py`). Verdicts are written as
 available to `configurations_NAME_TIME.json` in the results folder. The run-time tuner only times configurations in
-`fusedmoe/kernels/triton/grouped/verified.py`. The last lines of output name verified configurations missing from this
+`fusedmoe/kernels/triton/grouped/configs.py`. The last lines of output name verified configurations missing from this
 table, and entries that failed. The table is edited manually and cites the file as evidence.
 """
 
@@ -21,10 +21,18 @@ from bench.gpu.apart import Case, check_apart
 from bench.gpu.device import environment
 from bench.gpu.part import write_json
 from bench.gpu.results import RESULTS, name_of_gpu
-from fusedmoe.kernels.generation import generation
+from fusedmoe.kernels.backend import generation
 from fusedmoe.kernels.triton.grouped.autotune import all_candidates, gpu_of
-from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, HopperConfig, Key, Variant, has_bulk_copies
-from fusedmoe.kernels.triton.grouped.verified import Gpu, is_verified, name_of
+from fusedmoe.kernels.triton.grouped.configs import (
+    OPERATIONS,
+    Gpu,
+    HopperConfig,
+    Key,
+    Variant,
+    has_bulk_copies,
+    is_verified,
+    name_of,
+)
 
 DTYPES = ("bfloat16", "float16")
 # Sizes for which the tuner runs; checks use their own.

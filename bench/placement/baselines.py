@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, balance, cheapest_balance
 from fusedmoe.placement.hecate import (
     WINDOW,
     LayerLoads,
     LayerPolicy,
     calibrate,
-    exposed_gather_s,
     is_due,
     is_uneven,
     materialise,
@@ -31,7 +30,15 @@ from fusedmoe.placement.hecate import (
 from fusedmoe.placement.hecate import hecate as hecate_of_layer
 from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.planner import call_policy
-from fusedmoe.placement.traffic import PlacementCosts, PlacementLoad, Transfer, layer_s, placement_load, transfers_s
+from fusedmoe.placement.traffic import (
+    PlacementCosts,
+    PlacementLoad,
+    Transfer,
+    exposed_s,
+    layer_s,
+    placement_load,
+    transfers_s,
+)
 
 
 def costs_of_layer(
@@ -123,7 +130,7 @@ def by_layer(function: LayerPolicy, *, t: int) -> Policy:
             exposed = np.flatnonzero(holds_EW.sum(axis=1) > 1)[t:]
             holds_EW[exposed] = placement.sharding.holds_EW[exposed]
             hidden = Placement.holding(placement.owners, holds_EW)
-            waits_s += exposed_gather_s(hidden, placement, now.node_layout, now.costs)
+            waits_s += exposed_s(hidden, placement, now.node_layout, now.costs)
         return Decision(placements, waits_s, sent + _synchronised(placements, now))
 
     return policy
@@ -148,7 +155,7 @@ def hecate(
         placement = hecate_of_layer(layer, t=t, m=m, searches=searches)
         if calibrated:
             more = calibrate(placement, tokens_WE, now.node_layout, m, now.costs)
-            waits_s += exposed_gather_s(placement, more, now.node_layout, now.costs)
+            waits_s += exposed_s(placement, more, now.node_layout, now.costs)
             placement = more
         placements.append(placement)
     return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
@@ -173,7 +180,9 @@ def auto(now: Situation, *, t: int, m: int) -> Decision:
     shardings = [placement.sharding for placement in now.before]
     predicted = hecate(now, t=t, m=m, sharded=is_uneven(shardings, predict_load(now.history_ILE)))
     return _balanced(
-        now, predicted, lambda before, tokens_WE: auto_balance(before, tokens_WE, now.node_layout, m, now.costs)
+        now,
+        predicted,
+        lambda before, tokens_WE: cheapest_balance(before, tokens_WE, now.node_layout, m, now.costs, planning_s=0.0),
     )
 
 
@@ -188,7 +197,7 @@ def _balanced(
     for placement, tokens_WE in zip(predicted.placements, now.tokens_LWE, strict=True):
         found.append(after_gate(placement, tokens_WE))
         kept = placement.both(found[-1].placement)
-        waits_s += exposed_gather_s(kept, found[-1].placement, now.node_layout, now.costs)
+        waits_s += exposed_s(kept, found[-1].placement, now.node_layout, now.costs)
         given_up += int((placement.extra_W() - kept.extra_W()).sum())
     placements = tuple(one.placement for one in found)
     sent = predicted.sent_bytes - _synchronised(predicted.placements, now) + _synchronised(placements, now)
@@ -208,7 +217,7 @@ def shadowing(now: Situation, *, m: int) -> Decision:
     for before, tokens_WE in zip(now.before, now.tokens_LWE, strict=True):
         placement = shadow(before.sharding, tokens_WE, now.node_layout, m, now.costs)
         placements.append(placement)
-        waits_s += exposed_gather_s(before.sharding, placement, now.node_layout, now.costs)
+        waits_s += exposed_s(before.sharding, placement, now.node_layout, now.costs)
     return Decision(tuple(placements), waits_s, _synchronised(placements, now))
 
 
@@ -220,7 +229,7 @@ def shadow(
     best, best_s = sharding, layer_s(placement_load(tokens_WE, sharding, node_layout), costs)
     for shadows in range(1, min(m, sharding.experts) + 1):
         candidate = materialise(sharding, load_E, node_layout, shadows, shadows)
-        seconds = exposed_gather_s(sharding, candidate, node_layout, costs) + layer_s(
+        seconds = exposed_s(sharding, candidate, node_layout, costs) + layer_s(
             placement_load(tokens_WE, candidate, node_layout), costs
         )
         if seconds >= best_s:

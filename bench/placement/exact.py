@@ -9,9 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from fusedmoe.placement.balance import cheapest_balance, exposed_s
+from fusedmoe.placement.balance import cheapest_balance
 from fusedmoe.placement.placement import NodeLayout, Placement
-from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, gather_transfers, layer_s, split_tokens, transfers_s
+from fusedmoe.placement.traffic import (
+    EXCHANGES,
+    PlacementCosts,
+    exposed_s,
+    gather_transfers,
+    layer_s,
+    split_tokens,
+    transfers_s,
+)
 from fusedmoe.schedule.policies.lancet_plans import solve_integer_program
 
 
@@ -172,5 +180,5 @@ def price_gap(seed: int) -> float:
     costs = PlacementCosts(1e-6, 1000, expert_bytes, 0, inter_bytes_s, 1e10)
     even = Placement.even(4, experts)
     found = cheapest_balance(even, tokens_WE, node_layout, 1, costs)
-    found_s = layer_s(found.load, costs) + exposed_s(even, found, costs)
+    found_s = layer_s(found.load, costs) + exposed_s(even, found.placement, node_layout, costs)
     return found_s / least_layer_s(even, tokens_WE, node_layout, 1, costs) - 1

@@ -16,7 +16,6 @@ from bench.reproduce.sample import costs_of, sampled
 from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue_s
 from fusedmoe.schedule.plan import Plan
@@ -26,6 +25,7 @@ from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
 from fusedmoe.schedule.step import gradient_buckets
 from fusedmoe.schedule.step_costs import ChunkTimes, LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task_orders import fill_idle_slots
 from fusedmoe.training.plan_tuning import BucketSearch
 
 SIZES = Table(

@@ -226,8 +226,8 @@ def volumes(progress: Progress) -> list[Table]:
         moved = [one for one in placements if one != even]
         said = [predicted_volume(even, one, _RANKS, nbytes) for one in moved]
         counted = [link_bytes(gather_transfers(even, one, _RANKS), _RANKS, nbytes) for one in moved]
-        busiest.append(max(one.max_link_bytes / of.limit for one, of in zip(counted, said, strict=True)))
-        sent.append(float(np.mean([one.total / of.total for one, of in zip(counted, said, strict=True)])))
+        busiest.append(max(one.max() / of.limit for one, of in zip(counted, said, strict=True)))
+        sent.append(float(np.mean([one[::2].sum() / of.total for one, of in zip(counted, said, strict=True)])))
         groups.append(float(np.mean([group_share(one) for one in moved])))
     rows = (
         Row("SparseAllGather, busiest rank, of λS, the most", "at most 1", tuple(busiest), "{:.2f}", (1,)),

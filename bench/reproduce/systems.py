@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.placement.made_loads import make_loads
-from fusedmoe.placement.balance import Balance, exposed_s, quick_balance
+from fusedmoe.placement.balance import Balance, quick_balance
 from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.row_sharing import nearest_rows
-from fusedmoe.placement.traffic import PlacementCosts, layer_s
+from fusedmoe.placement.traffic import PlacementCosts, exposed_s, layer_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.machines import MACHINES, Datum, Machine
 from fusedmoe.schedule.passes import three_queues
@@ -273,7 +273,9 @@ def balanced(model: str, tokens: int, imbalance: float, slots: int) -> Balanced:
             (
                 3 * forward_s + layer_s(uneven.mean_load(), costs),
                 3 * forward_s + layer_s(uneven.load, costs),
-                3 * forward_s + layer_s(even.load, costs) + exposed_s(owners, even, costs, hidden_s=2 * forward_s),
+                3 * forward_s
+                + layer_s(even.load, costs)
+                + exposed_s(owners, even.placement, _RACK, costs, hidden_s=2 * forward_s),
                 even.max_rank_rows * _RACK.num_ranks / int(tokens_WE.sum()),
             )
         )

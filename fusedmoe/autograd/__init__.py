@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import gate
-from fusedmoe.autograd.grouped import grouped_linear
 from fusedmoe.autograd.moves import through_experts
 from fusedmoe.autograd.order import order, permute, row_weights, unpermute
 
 __all__ = [
     "experts",
     "gate",
-    "grouped_linear",
     "order",
     "permute",
     "row_weights",

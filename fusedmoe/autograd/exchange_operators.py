@@ -19,6 +19,7 @@ rows have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -150,6 +151,9 @@ class _OperatorExchange:
         exchange, batch = self.exchange, self.batch
         if len(x_TM) > exchange.num_sent:
             x_TM = x_TM[: exchange.num_sent]  # padding is not sent
+        dtype, wire = x_TM.dtype, exchange.algorithm.wire
+        if wire is not None:
+            x_TM = wire.encode(x_TM)
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "dispatch", kind="dispatch", resource="inter", phase=self.phase):
                 rows = transfer_with_hooks(batch.hooks, "dispatch", exchange.dispatch, x_TM, HookContext(self.phase))
@@ -158,31 +162,30 @@ class _OperatorExchange:
         if batch.is_sharded:
             with span(batch.recorder, "all-gather", kind="all-gather", resource="intra", phase=self.phase):
                 rows = exchange.all_gather(rows)
+        if wire is not None:
+            return wire.decode(rows, dtype)
         # An operator returns memory of its own.
         return rows if batch.has_peers else rows.clone()
 
     def return_results(self, rows_RM: Tensor, rows: int) -> Tensor:
         """Return the results of the rows that were sent, zero-padded to `rows` rows."""
         exchange, batch = self.exchange, self.batch
+        move, wire = exchange.combine, exchange.algorithm.wire
+        if wire is not None and wire.encodes_results:
+            move = partial(wire.transfer, move)
         if batch.is_sharded:
             with span(batch.recorder, "reduce-scatter", kind="reduce-scatter", resource="intra", phase=self.phase):
                 rows_RM = exchange.reduce_scatter(rows_RM)
         if batch.hooks or batch.recorder is not None:
             with span(batch.recorder, "combine", kind="combine", resource="inter", phase=self.phase):
                 context = HookContext(self.phase)
-                results = transfer_with_hooks(batch.hooks, "combine", exchange.combine, rows_RM, context)
+                results = transfer_with_hooks(batch.hooks, "combine", move, rows_RM, context)
         else:
-            results = exchange.combine(rows_RM)
+            results = move(rows_RM)
         if len(results) < rows:
-            return _padded(results, rows)
+            # Padding rows must not expose uninitialized memory.
+            return torch.nn.functional.pad(results, (0, 0, 0, rows - len(results)))
         return results if batch.has_peers else results.clone()
-
-
-def _padded(results: Tensor, rows: int) -> Tensor:
-    # Padding rows must not expose uninitialized memory.
-    padded = results.new_zeros((rows, *results.shape[1:]))
-    padded[: len(results)] = results
-    return padded
 
 
 @operator("deduplicate")

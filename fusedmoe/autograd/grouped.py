@@ -30,25 +30,31 @@ def grouped_linear(
     Raises:
         ConfigError: inconsistent shapes, dtypes or devices.
     """
-    check_layout("grouped_linear", layout)
-    check_rows("grouped_linear", "rows_NK", rows_NK, layout.rows, layout.row_SK)
-    check_floats("grouped_linear", "rows_NK", rows_NK)
-    check_tensor("grouped_linear", "weight", weight, rows_NK)
+    check_linear("grouped_linear", rows_NK, layout, weight, bias_EO, transposed)
+    out: Tensor = grouped_linear_operator(rows_NK, weight, bias_EO, transposed, layout.tensors)
+    return out
+
+
+def check_linear(
+    operation: str, rows_NK: Any, layout: Any, weight: Any, bias_EO: Any, transposed: bool
+) -> tuple[int, int, int]:
+    """Check the arguments of a grouped linear map and return E, O and K."""
+    check_layout(operation, layout)
+    check_rows(operation, "rows_NK", rows_NK, layout.rows, layout.row_SK)
+    check_floats(operation, "rows_NK", rows_NK)
+    check_tensor(operation, "weight", weight, rows_NK)
     E, K, O = layout.experts, rows_NK.shape[1], weight.shape[1 if transposed else -1] if weight.dim() > 1 else 0  # noqa: E741
     if weight.shape != ((E, O, K) if transposed else (E, K, O)):
         form = f"[{E}, O, {K}]" if transposed else f"[{E}, {K}, O]"
-        refuse("grouped_linear", f"weight must be {form}, got {list(weight.shape)}")
+        refuse(operation, f"weight must be {form}, got {list(weight.shape)}")
     if bias_EO is not None:
-        check_tensor("grouped_linear", "bias_EO", bias_EO, rows_NK)
+        check_tensor(operation, "bias_EO", bias_EO, rows_NK)
         if bias_EO.shape != (E, O):
-            refuse("grouped_linear", f"bias_EO must be [{E}, {O}], got {list(bias_EO.shape)}")
+            refuse(operation, f"bias_EO must be [{E}, {O}], got {list(bias_EO.shape)}")
     for name, tensor in (("weight", weight), ("bias_EO", bias_EO)):
         if tensor is not None and tensor.dtype != rows_NK.dtype:
-            refuse(
-                "grouped_linear", f"the rows are {rows_NK.dtype} and {name} is {tensor.dtype}; convert one with .to()"
-            )
-    out: Tensor = grouped_linear_operator(rows_NK, weight, bias_EO, transposed, layout.tensors)
-    return out
+            refuse(operation, f"the rows are {rows_NK.dtype} and {name} is {tensor.dtype}; convert one with .to()")
+    return E, O, K
 
 
 @operator("grouped_linear")

@@ -20,6 +20,7 @@ from fusedmoe.autograd.checks import (
     refuse,
 )
 from fusedmoe.autograd.experts import row_flops
+from fusedmoe.autograd.grouped import check_linear
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.derivatives import Function, operator, register_fake, register_flops, register_gradient
 from fusedmoe.kernels.experts import Weights
@@ -215,10 +216,9 @@ def low_rank_experts_backward(
     dx_SM, dweight_N, grads = low_rank_backward(*given, trained, needs_dx)
     if weight_N is not None and dweight_N is not None:
         dweight_N = dweight_N.to(weight_N.dtype)
-    factors = (grads.up_a, grads.up_b, grads.down_a, grads.down_b)
-    rest = (x_SM.new_empty(0) if grad is None else grad for grad in (dx_SM, dweight_N, *factors))
-    dx, dweight, *dfactors = rest
-    return dx, dweight, dfactors[0], dfactors[1], dfactors[2], dfactors[3]
+    results = (dx_SM, dweight_N, *grads)
+    dx, dweight, dup_a, dup_b, ddown_a, ddown_b = (x_SM.new_empty(0) if grad is None else grad for grad in results)
+    return dx, dweight, dup_a, dup_b, ddown_a, ddown_b
 
 
 @register_fake(low_rank_experts_backward)
@@ -274,7 +274,7 @@ def low_rank_linear(
     *,
     transposed: bool = True,
 ) -> Tensor:
-    """Compute `fusedmoe.autograd.grouped_linear` with W + scale·B·A in place of a frozen W, without forming the sum.
+    """Compute `grouped_linear` with W + scale·B·A in place of a frozen W, without forming the sum.
 
     Args:
         adapter: A [E, r, K] and B [E, O, r] in the rows' dtype, independent of `transposed`.
@@ -284,22 +284,9 @@ def low_rank_linear(
         ConfigError: as `grouped_linear`; factors of wrong shape or dtype; a weight or bias that requires grad.
     """
     name = "low_rank_linear"
-    check_layout(name, layout)
-    check_rows(name, "rows_NK", rows_NK, layout.rows, layout.row_SK)
-    check_floats(name, "rows_NK", rows_NK)
-    check_tensor(name, "weight", weight, rows_NK)
-    if weight.dim() != 3 or weight.dtype != rows_NK.dtype:
-        refuse(name, f"weight must be [E, O, K] or [E, K, O] in {rows_NK.dtype}, got {weight.dtype} of {weight.dim()}D")
+    E, O, K = check_linear(name, rows_NK, layout, weight, bias_EO, transposed)  # noqa: E741
     if weight.requires_grad or (bias_EO is not None and bias_EO.requires_grad):
         refuse(name, "the weight and its bias get no gradient here: freeze them with requires_grad_(False)")
-    E, O, K = weight.shape if transposed else weight.mT.shape  # noqa: E741
-    if layout.experts != E or rows_NK.shape[1] != K:
-        form = (
-            f"[{layout.experts}, O, {rows_NK.shape[1]}]" if transposed else f"[{layout.experts}, {rows_NK.shape[1]}, O]"
-        )
-        refuse(name, f"weight must be {form}, got {list(weight.shape)}")
-    if bias_EO is not None and (bias_EO.shape != (E, O) or bias_EO.dtype != rows_NK.dtype):
-        refuse(name, f"bias_EO must be [{E}, {O}] in {rows_NK.dtype}, got {bias_EO.dtype} {list(bias_EO.shape)}")
     _check_factors(name, "the adapter", adapter, rows_NK, E, O, K)
     a, b, scale = adapter.contiguous()
     out: Tensor = low_rank_linear_operator(rows_NK, weight, bias_EO, a, b, float(scale), transposed, layout.tensors)[0]

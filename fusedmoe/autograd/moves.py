@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from fusedmoe.autograd.checks import check_integers, check_rows, check_tensor, refuse, require_values
-from fusedmoe.autograd.order import order
+from fusedmoe.autograd.checks import check_rows, check_tensor, refuse
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.deduplicate import pairs_from_counts
 from fusedmoe.kernels.derivatives import LinearMap, linear
@@ -79,33 +77,12 @@ def through_experts(rows_NM: Tensor, weight_N: Tensor | None, exchange: Exchange
             shapes = f"each of {len(rows_NM)} rows, got {list(weight_N.shape)}"
             refuse("through_experts", f"weight_N must have a number for {shapes}")
     rows_RM = all_gather(dispatch(rows_NM, exchange), exchange)
-    layout, weight_R = received_layout(exchange.counts_RE, exchange.num_rows), None
+    received = pairs_from_counts(exchange.counts_RE, exchange.num_rows)
+    layout, _ = received.sort(exchange.num_rows, exchange.counts_RE.shape[1], 1)
+    weight_R = None
     if weight_N is not None:
         # A column, because weights and their gradients are exchanged like rows.
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[layout.pair_N, 0]
     out_RM = compute(rows_RM, layout, weight_R)
     check_rows("through_experts", "the experts' result", out_RM, len(rows_RM))
     return combine(reduce_scatter(out_RM, exchange), exchange)
-
-
-def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
-    """Build the layout of received rows, which are ordered by (peer, local expert).
-
-    Args:
-        counts_RE: [peers, experts] rows per peer and expert.
-        rows: the sum of the counts; avoids a device synchronization.
-    Raises:
-        ConfigError: counts_RE is not an integer matrix, has negative entries, or does not sum to `rows`.
-    """
-    check_integers("received_layout", "counts_RE", counts_RE, 2)
-    is_valid = (counts_RE >= 0).all()
-    if rows is not None:
-        is_valid &= counts_RE.sum() == rows
-    require_values("received_layout", is_valid, "counts must not be negative, and `rows` must be their sum")
-    if torch.compiler.is_compiling():  # `order` has sizes that a graph can hold
-        experts = counts_RE.shape[1]
-        expert_RE = torch.arange(experts, device=counts_RE.device).expand(counts_RE.shape)
-        expert_R = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows)
-        return order(expert_R.view(-1, 1), experts)
-    rows = int(counts_RE.sum()) if rows is None else rows
-    return pairs_from_counts(counts_RE, rows).sort(rows, counts_RE.shape[1], 1)[0]

@@ -14,7 +14,7 @@ Shapes are validated before anything is sent (ConfigError, RankError). None save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm import collectives
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.derivatives import LinearMap, linear, operator, register_fake, register_gradient
+from fusedmoe.kernels.derivatives import linear, operator, register_fake, register_gradient
 from fusedmoe.runtime.recorder import Recorder, active_recorder, span
 
 
@@ -42,23 +42,23 @@ def split_counts(rows: int, group: Group) -> list[int]:
 
 
 def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    return _linear_collective("gather_rows", x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
+    return _linear_collective("gather_rows", x_SM, group, "all-gather", "reduce-scatter", counts, recorder)
 
 
 def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    return _linear_collective("reduce_scatter_rows", x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
+    return _linear_collective("reduce_scatter_rows", x_SM, group, "reduce-scatter", "all-gather", counts, recorder)
 
 
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     if torch.compiler.is_compiling() and group.graph_name:
         return split_operator(x_SM, counts, group.index, group.graph_name)
-    return _linear_collective("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
+    return _linear_collective("split_rows", x_SM, group, "slice", "all-gather", counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     if torch.compiler.is_compiling() and group.graph_name:
         return join_operator(x_SM, counts, group.index, group.graph_name)
-    return _linear_collective("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
+    return _linear_collective("join_rows", x_SM, group, "all-gather", "slice", counts, recorder)
 
 
 def name_for_graphs(group: Group) -> None:
@@ -123,54 +123,37 @@ def _linear_collective(
     name: str,
     x_SM: Tensor,
     group: Group,
-    forward: _MapFactory,
-    backward: _MapFactory,
+    forward: str,
+    backward: str,
     counts: Sequence[int],
     recorder: Recorder | None,
 ) -> Tensor:
     # Checked before sending, because ranks with different row counts would deadlock.
     if len(counts) != group.size or any(not isinstance(count, int) or count < 0 for count in counts):
         group.refuse(name, f"counts must have a number of rows for each of {group.size} ranks, got {list(counts)}")
-    rows = counts[group.index] if forward is _all_gather else sum(counts)
+    rows = counts[group.index] if forward == "all-gather" else sum(counts)
     if not isinstance(x_SM, Tensor) or x_SM.dim() < 1 or x_SM.shape[0] != rows:
         got = list(x_SM.shape) if isinstance(x_SM, Tensor) else type(x_SM).__name__
         group.refuse(name, f"by counts = {list(counts)} this rank passes in {rows} rows, but got {got}")
     if group.size == 1:
         return x_SM
     return linear(
-        x_SM, forward(group, counts, recorder, "forward"), backward(group, counts, recorder, "backward"), name
+        x_SM,
+        partial(_move, forward, "forward", group, counts, recorder),
+        partial(_move, backward, "backward", group, counts, recorder),
+        name,
     )
 
 
-def _all_gather(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> LinearMap:
-    return partial(_recorded, collectives.all_gather_rows, "all-gather", group, counts, recorder, phase)
-
-
-def _reduce_scatter(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> LinearMap:
-    return partial(_recorded, collectives.reduce_scatter_rows, "reduce-scatter", group, counts, recorder, phase)
-
-
-def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> LinearMap:
-    start = sum(counts[: group.index])
-    # A view would keep the rows of all ranks in memory.
-    return lambda rows: rows[start : start + counts[group.index]].clone()
-
-
-def _recorded(
-    collective: _Collective,
-    kind: str,
-    group: Group,
-    counts: Sequence[int],
-    recorder: Recorder | None,
-    phase: str,
-    rows: Tensor,
+def _move(
+    kind: str, phase: str, group: Group, counts: Sequence[int], recorder: Recorder | None, rows: Tensor
 ) -> Tensor:
+    if kind == "slice":
+        # A view would keep the rows of all ranks in memory.
+        return rows.split(list(counts))[group.index].clone()
+    collective = collectives.all_gather_rows if kind == "all-gather" else collectives.reduce_scatter_rows
     with span(recorder, f"{group.axis} {kind}", kind=kind, resource="intra", phase=phase):
         return collective(group, rows, counts)
-
-
-_MapFactory = Callable[[Group, Sequence[int], "Recorder | None", str], LinearMap]
-_Collective = Callable[[Group, Tensor, Sequence[int]], Tensor]
 
 
 MpInput = Literal["replicated", "split", "partial"]

@@ -122,6 +122,8 @@ class BlocksBackward(BlockPass, BackwardPass):
             rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.sent_tokens.tokens))
         into = self.block_chunks[number][chunk]
         into.rows = into.token_order.join(rows)
+        if (wire := into.exchange.algorithm.wire) is not None:
+            into.rows, into.encoded_dtype = wire.encode(into.rows), into.rows.dtype
 
     def _backward_end(self, rows: RowState, dz: Tensor) -> Tensor:
         assert rows.end_graph is not None

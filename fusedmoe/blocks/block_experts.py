@@ -16,7 +16,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.networks import Experts
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.placement.replica_state import ReplicaTiming
+from fusedmoe.placement.replicas import ReplicaTiming
 
 
 class CalledExperts(NamedTuple):

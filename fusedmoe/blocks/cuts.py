@@ -29,10 +29,10 @@ from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import ReceivedPairs
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import one_pass
 from fusedmoe.schedule.task import PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task_orders import list_plan
 
 #: Index of a batch [B, …, M]: full slices before the cut axis, and a slice of that axis.
 Index = tuple[slice, ...]

@@ -19,6 +19,7 @@ from fusedmoe.blocks.cuts import ExternalCall, split_by_phase
 from fusedmoe.blocks.dense_part import RoutingDense
 from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.compat.torch import is_compiled, tensor_version
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.module_hooks import find_hook
@@ -228,7 +229,7 @@ class ExternalPipeline:
     block's gradients once backward has passed its input, when all blocks' gradients are complete.
 
     Args:
-        degrees, recompute: as in `fusedmoe.pipeline`.
+        degrees, recompute, wire: as in `fusedmoe.pipeline`.
         policy: chooses the plan in the first forward; None: the plan follows from `degrees`.
     Raises:
         ConfigError: blocks that `fusedmoe.pipeline` does not support.
@@ -242,6 +243,7 @@ class ExternalPipeline:
         degrees: tuple[int, int],
         policy: str | None,
         recompute: bool,
+        wire: str | None = None,
     ) -> None:
         self._external, self._library, self._policy = external, library, policy
         self._calls: list[ExternalCall] = []
@@ -250,12 +252,15 @@ class ExternalPipeline:
         with self._gathered_parameters():
             parts = []
             for block in external:
+                if wire is not None:
+                    block.exchange.set_wire(wire)
                 experts = block.exchange.experts
                 gate = ExternalRouter(experts.num_experts, library.k(block))
                 layer = MoELayer(
                     experts.widths[0], gate, ExternalBlockExperts(experts), topology=external[0].exchange.topology
                 )
                 layer.checks = InputChecks(layer.topology, library.who, exchange_reports_logits=True)
+                layer.plans.wire = block.exchange.plans.wire
                 layer.check_wrapper = None  # the model's own framework wraps them correctly
                 parts.append((BlockDense(block, library), layer))
             self.blocks = PipelinedBlocks(parts, degrees, recompute=recompute)
@@ -383,7 +388,12 @@ class ExternalPipeline:
 
 
 def pipeline_external(
-    model: nn.Module, library: DecoderLibrary, degrees: tuple[int, int] | None, policy: str | None, recompute: bool
+    model: nn.Module,
+    library: DecoderLibrary,
+    degrees: tuple[int, int] | None,
+    policy: str | None,
+    recompute: bool,
+    wire: str | None = None,
 ) -> list[PipelinedBlocks]:
     """Run the decoder blocks of another library's model in micro-batches, in place of an earlier call's pipelines.
 
@@ -391,14 +401,15 @@ def pipeline_external(
         degrees: micro-batches, forward and backward; None: restore the blocks' own forward.
         policy: "auto" (the fastest by prediction) or the name of a policy for whole layers; chooses the plan in the
             first forward, which measures the machine. None: the plan follows from `degrees`.
-        recompute: as in `fusedmoe.pipeline`.
+        recompute, wire: as in `fusedmoe.pipeline`.
     Returns:
         One `PipelinedBlocks` per run of consecutive blocks, for `set_plan`; none on a single rank.
     Raises:
         ConfigError: blocks of an unknown class, or that the integration or `fusedmoe.pipeline` refuses; an unknown
-            policy.
+            policy or `wire`.
         RankError: the ranks have different blocks or degrees. Collective.
     """
+    find_wire_format(wire)  # refuses unknown formats, also on one rank
     if policy is not None and policy not in (AUTO, *micro_batch_policies()):
         known = ", ".join((AUTO, *micro_batch_policies()))
         raise ConfigError(f"{library.who}: unknown policy {policy!r} for whole layers; choose {known}")
@@ -408,7 +419,7 @@ def pipeline_external(
             before.restore_forward()
     if degrees is None:
         return []
-    return [ExternalPipeline(run, library, degrees, policy, recompute).blocks for run in runs]
+    return [ExternalPipeline(run, library, degrees, policy, recompute, wire).blocks for run in runs]
 
 
 def _find_runs(model: nn.Module, library: DecoderLibrary) -> list[list[ExternalBlock]]:

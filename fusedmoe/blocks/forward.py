@@ -171,6 +171,9 @@ class BlocksForward(BlockPass, ForwardPass):
         exchange = block.exchange(counts, tokens_Pp, rows, routings, None, self._needs_backward)
         experts = state.num_held or exchange.num_local_experts
         received = ReceivedChunk(micro_batch_sizes(exchange.sizes), rows.device, experts, sent[0].k)
+        wire, dtype = exchange.algorithm.wire, None
+        if wire is not None:
+            rows, dtype = wire.encode(rows), rows.dtype
         weights = [batch.weight_N.detach() for batch in micro_batches]
         codes = None
         if not by_pairs:
@@ -186,6 +189,7 @@ class BlocksForward(BlockPass, ForwardPass):
             pair_order=pair_order,
             received=received,
             dtypes=(None if codes is None else codes.dtype, weight_N.dtype),
+            encoded_dtype=dtype,
         )
 
     def _deduplicate(self, rows: RowState, by_pairs: bool) -> SentTokens:

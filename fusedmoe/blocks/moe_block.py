@@ -19,7 +19,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import ExpertCalls, RowForm, TokenCounts
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.gates.base import Routing
-from fusedmoe.hooks import apply_end_hooks
+from fusedmoe.hooks import apply_end_hooks, hooks_and_wire
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.orders import Ordered
 from fusedmoe.schedule.workload import Workload, uniform_share
@@ -40,7 +40,8 @@ class MoEBlock:
     def __init__(self, dense: nn.Module, layer: MoELayer, sizes: Group, in_positions: bool, recompute: bool) -> None:
         self.layer, self._sizes_group, self.in_positions = layer, sizes, in_positions
         gate, order, topology, tokens = layer.gate, layer.order, layer.topology, layer.mp_tokens
-        self.num_experts, self.hooks = gate.experts, layer.hooks
+        self.num_experts = gate.experts
+        self.hooks, wire = hooks_and_wire(layer.hooks, layer.plans.wire)
         self.has_matrix_order = not order.copies
         self.has_end = bool(layer.hooks) or tokens.is_joint or self.has_matrix_order
         self.has_capacity = gate.capacity_factor is not None and order.drops
@@ -50,7 +51,7 @@ class MoEBlock:
         self.experts = BlockExperts(layer)
         # "auto" needs a whole batch to time algorithms.
         algorithm = "direct" if layer.dispatch == "auto" else layer.dispatch
-        self._collectives = Collectives(topology, make_all_to_all(algorithm, topology))
+        self._collectives = Collectives(topology, make_all_to_all(algorithm, topology, wire))
         # A separate group: results are joined while dense parts may communicate over the MP group.
         self.mp = topology.duplicate_group(topology.mp, "joins") if tokens.is_joint else Group("mp")
         self._result_tokens = MpTokens(self.mp, layer.mp_input)
@@ -71,6 +72,7 @@ class MoEBlock:
         share = 1.0 if self.has_matrix_order else uniform_share(layer.gate.experts, layer.gate.k, topology.ep.size)
         batch = samples * topology.esp.size
         workload = replace(experts, batch=batch, seq_len=length, k=1, capacity_factor=rows, share=share)
+        workload = layer.plans.encoded(workload)
         shared = self.dense.shared_expert
         if shared is None:
             return workload

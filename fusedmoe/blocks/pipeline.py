@@ -67,6 +67,7 @@ class PipelinedBlocks(nn.Module):
         degrees: tuple[int, int] = (1, 1),
         along: Along = "samples",
         recompute: bool = False,
+        wire: str | None = None,
     ) -> None:
         # Compiled graphs support neither a plan's threads nor the autograd graphs of micro-batches.
         exclude_from_graphs(PipelinedBlocks, "_run_by_plans")
@@ -85,6 +86,9 @@ class PipelinedBlocks(nn.Module):
             require_splittable(block.experts, number, parts[0].experts)
         # A separate group: sizes of one chunk are exchanged while rows of another chunk are gathered over these ranks.
         sizes = self.topology.duplicate_group(self.topology.esp, "sizes")
+        if wire is not None:
+            for block in parts:
+                block.experts.set_wire(wire)
         self._blocks = [MoEBlock(*block, sizes, along == "positions", recompute) for block in parts]
         self._runner = Runner(self.topology, "pipeline")
         self._assigned: _AssignedBlockPlans | None = None  # None: the layers' own plans
@@ -255,6 +259,7 @@ def pipeline(
     degrees: tuple[int, int] = (1, 1),
     along: Along = "samples",
     recompute: bool = False,
+    wire: str | None = None,
 ) -> PipelinedBlocks:
     """Combine blocks into one module that runs them in micro-batches, with plans for forward and backward.
 
@@ -268,9 +273,9 @@ def pipeline(
     (y, u, present) = dense(x, past), where x is [B, l, M], a range of positions of all samples. `present` is a tuple of
     tensors for later positions (such as keys and values). `past` lists `present` of all earlier ranges, in order.
 
-    The layers' schedules are ignored. Their `Hooks` run once per micro-batch: `before_moe_start` receives its tokens,
-    [b, …, M], in the plan's order. A batch shared by an MP group may have any number of samples; a multiple of the
-    group's size keeps all ranks busy.
+    Of the layers' schedules, only `wire` is used. Their `Hooks` run once per micro-batch: `before_moe_start` receives
+    its tokens, [b, …, M], in the plan's order. A batch shared by an MP group may have any number of samples; a multiple
+    of the group's size keeps all ranks busy.
 
     Blocks run sequentially, without plans, if any of their modules has PyTorch hooks (except hooks of sharding wrappers
     of dense parts), a gate or experts have a replaced `forward`, or a dense part, gate, shared expert or custom expert
@@ -283,12 +288,14 @@ def pipeline(
             sample suffices.
         recompute: save only the inputs of dense parts, and recompute the rest in backward. A reentrant checkpoint
             around the blocks saves memory; a checkpoint with `use_reentrant=False` does not.
+        wire: format of rows between ranks (`Schedule`), in place of that of the layers' schedules; None: the latter.
     Raises:
-        ConfigError: a block is not such a pair, or cannot be split: gates that use the whole batch, orders with a
-            custom layout, custom dispatchers, custom expert modules with different degrees.
+        ConfigError: an unknown `wire`, or one with the policy "fused"; a block is not such a pair, or cannot be split:
+            gates that use the whole batch, orders with a custom layout, custom dispatchers, custom expert modules with
+            different degrees.
         RankError: the ranks have different blocks or degrees. Construction is collective.
     """
-    return PipelinedBlocks(blocks, degrees, along, recompute)
+    return PipelinedBlocks(blocks, degrees, along, recompute, wire)
 
 
 def _parts_of(block: object, number: int) -> Parts:

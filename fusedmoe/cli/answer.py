@@ -7,59 +7,27 @@ the error is no reason to change a job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from fusedmoe.cli.job import Launch, Sizes
-from fusedmoe.cli.layouts import find_remedy, memory_facts, rank_memory
+from fusedmoe.cli.job import Sizes
+from fusedmoe.cli.layouts import find_remedy, rank_memory
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import (
-    Planned,
-    head_s,
-    machine_costs,
-    make_table,
-    no_split_reason,
-    planned_s,
-    recomputed_pass,
-    step_costs,
-    unplanned_gradients,
-)
+from fusedmoe.cli.step_plans import Planned, PlannedJob, make_table, no_split_reason
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.models.job_files import ExternalJob
-from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule import POLICIES, CostModel, simulate
+from fusedmoe.models.external_job import ExternalJob
+from fusedmoe.schedule import POLICIES, simulate
 from fusedmoe.schedule.draw import ms
-from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum, Machine
+from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum
 from fusedmoe.schedule.task import PHASES
 
 # Largest error of steps that were predicted from costs measured on the same ranks (docs/results.md).
 _MEASURED_ERROR = Datum(0.10, "steps of 2 and 4 ranks, from costs measured on the same ranks")
-# By whether MP and ESP have the same size, as in FSMoE's layer.
-_MP_ASSUMPTION = {
-    True: (),
-    False: ("the collectives of MP are charged as if MP had the ranks of ESP, so times with other sizes are rough",),
-}
-_GRADIENTS = (
-    "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or overlap_grad_reduce "
-    "hide a part of them"
-)
 #: Policy that replicas are added to: fast to plan, with overlap.
 COMPARED = "fsmoe"
-
-
-class Planning(NamedTuple):
-    """A planned job and its costs. `machine`: None with costs from a file."""
-
-    settings: Settings
-    launch: Launch
-    sizes: Sizes
-    costs: CostModel
-    machine: Machine | None
-    meta: Transformer
-    micro_batches: int = 1  # per replica and step
 
 
 def pipeline_refusal(job: ExternalJob, settings: Settings, sizes: Sizes) -> str | None:
@@ -85,7 +53,7 @@ def runnable_policies(job: ExternalJob, settings: Settings, sizes: Sizes) -> lis
 
 
 def answer_facts(
-    planning: Planning,
+    planning: PlannedJob,
     plans: Mapping[str, Planned],
     policy: str,
     job: ExternalJob,
@@ -95,28 +63,29 @@ def answer_facts(
     """Return the answer as plain types, times in seconds.
 
     Args:
-        plans: of every policy (`plans_by_policy`); `policy` is the reported one.
+        policy: the reported policy of `plans`.
         copies: facts about expert replicas with the policy `COMPARED`; None without expert parallelism.
         layouts: number of compared layouts; 0 if the sizes were given.
     """
-    planned, gradients_s = plans[policy], _gradients_s(planning, planning.costs, planning.machine)
-    timeline, again = simulate(*planned), recomputed_pass(planning.settings, planned)
-    step_s, sequential_s = (_step_s(planning, one) for one in (planned, plans["sequential"]))
-    exposed_s = timeline.exposed_s() + (0.0 if again is None else again.exposed_s())
+    settings, sizes, number, planned = planning.settings, planning.sizes, planning.micro_batches, plans[policy]
+    exposed_s = simulate(*planned).exposed_s() + planning.recomputed_pass(planned).exposed_s()
+    gradients_s = sum(planning.gradients_s.values())
     is_published = any(planning.costs is testbed.costs for testbed in TESTBEDS.values())
     error = PREDICTION_ERROR if planning.machine is not None or is_published else _MEASURED_ERROR
-    ends = _at_ends(planning, planned, plans["sequential"])
-    steps_s = [step_s, *(end_s for end_s, _ in ends)]
-    facts: dict[str, Any] = {
-        "assumptions": [
-            *job.assumptions,
-            str(job.state),
-            _describe_batch(planning.micro_batches, job),
-            _GRADIENTS,
-            *_recomputation(planning.settings, planned, job),
-            *_MP_ASSUMPTION[planning.sizes.mp == planning.sizes.esp],
-        ],
-        "layout": {**vars(planning.sizes), "dp": planning.launch.ranks // planning.sizes.mp},
+    step_s, overlap = planning.step_s(planned), _gain_facts(planning, planned, plans["sequential"], error.value)
+    steps_s = [step_s, *overlap.pop("ends_s")]
+    pipeline: dict[str, Any] = {"refusal": pipeline_refusal(job, settings, sizes)}
+    if pipeline["refusal"] is not None:
+        pipeline["pays"] = False
+    else:
+        keeps = ["all gathered blocks"] * (job.state.sharded == "all")
+        keeps += ["the experts' activations"] * settings.recompute
+        pipeline |= {"call": job.pipeline, "keeps": keeps}
+        pipeline |= _gain_facts(planning, plans["joint"], plans["sequential"], error.value)
+        del pipeline["ends_s"]
+    return {
+        "assumptions": _assumptions(planning, planned, job),
+        "layout": {**vars(sizes), "dp": planning.ranks // sizes.mp},
         "layouts_compared": layouts,
         "memory_bytes": _memory(planning, job),
         "chunks": {
@@ -126,96 +95,73 @@ def answer_facts(
         "policy": policy,
         "step_s": step_s,
         "step_range_s": [min(steps_s) * (1 - error.value), max(steps_s) * (1 + error.value)],
-        "exposed_s": planning.micro_batches * exposed_s + gradients_s,
+        "exposed_s": number * exposed_s + gradients_s,
         "gradients_after_s": gradients_s,
         "error": error.value,
         "error_source": error.source,
-        "overlap": _gain_facts(sequential_s, step_s, ends),
-        "pipeline": {"refusal": pipeline_refusal(job, planning.settings, planning.sizes)},
-        "micro_batches": planning.micro_batches,
-        "two_level": _two_level(planning, policy),
-        "replicas": _replicas(copies, _step_s(planning, plans[COMPARED]) if COMPARED in plans else None),
+        "overlap": overlap,
+        "pipeline": pipeline,
+        "micro_batches": number,
+        "two_level": _two_level(planning, policy, error.value),
+        "replicas": _replicas(copies, planning.step_s(plans[COMPARED]) if COMPARED in plans else None),
     }
-    if facts["pipeline"]["refusal"] is None:
-        joint_s = _step_s(planning, plans["joint"])
-        ends = _at_ends(planning, plans["joint"], plans["sequential"])
-        keeps = ["all gathered blocks"] * (job.state.sharded == "all")
-        keeps += ["the experts' activations"] * planning.settings.recompute
-        facts["pipeline"] |= {"call": job.pipeline, "keeps": keeps} | _gain_facts(sequential_s, joint_s, ends)
-    for overlaps in (facts["overlap"], facts["pipeline"]):
-        overlaps["pays"] = "gain" in overlaps and overlaps["gain_range"][0] > error.value
-    if facts["two_level"] is not None:
-        facts["two_level"]["pays"] = facts["two_level"]["gain"] > error.value
+
+
+def _memory(planning: PlannedJob, job: ExternalJob) -> dict[str, Any]:
+    machine, own = planning.machine, (planning.settings, planning.ranks, planning.sizes, planning.meta, job.state)
+    memory = rank_memory(*own)
+    facts: dict[str, Any] = asdict(memory) | {"total": memory.total, "device": None, "fits": None, "remedy": None}
+    if machine is not None and machine.memory_bytes is not None:
+        room = machine.memory_bytes.value
+        facts |= {"device": room, "fits": memory.total <= room}
+        facts["remedy"] = None if facts["fits"] else find_remedy(*own, room, machine)
     return facts
 
 
-def _memory(planning: Planning, job: ExternalJob) -> dict[str, Any]:
-    settings, launch, sizes, _, machine, meta, _ = planning
-    facts = memory_facts(rank_memory(settings, launch, sizes, meta, job.state), machine)
-    remedy = None
-    if facts["fits"] is False:
-        remedy = find_remedy(settings, launch, sizes, meta, job.state, facts["device"], machine)
-    return facts | {"remedy": None if remedy is None else remedy._asdict()}
+def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, error: float) -> dict[str, Any]:
+    """Return the gain of a plan over the sequential plan, and its range over both ends of the machine's figures.
+
+    `ends_s`: seconds of the step at these ends. `pays`: the gain is more than the error in the whole range.
+    """
+    alone_s = planning.step_s(sequential)
+    gains, ends_s = [1 - planning.step_s(planned) / alone_s], []
+    for is_fast in (False, True) if planning.machine is not None else ():
+        assert planning.machine is not None
+        end = planning.on(planning.machine.at_end(is_fast))
+        plan_s, end_alone_s = (
+            end.step_s(Planned(one.plan, end.step_costs(one.costs.can_split))) for one in (planned, sequential)
+        )
+        gains.append(1 - plan_s / end_alone_s)
+        ends_s.append(plan_s)
+    facts = {"sequential_s": alone_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]}
+    return facts | {"ends_s": ends_s, "pays": min(gains) > error}
 
 
-def _gain_facts(sequential_s: float, step_s: float, ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    gains = [1 - end_s / alone_s for end_s, alone_s in ((step_s, sequential_s), *ends)]
-    return {"sequential_s": sequential_s, "gain": gains[0], "gain_range": [min(gains), max(gains)]}
+def _assumptions(planning: PlannedJob, planned: Planned, job: ExternalJob) -> list[str]:
+    batch = "one micro-batch per replica and step, because the file has no global batch size"
+    if job.global_batch is not None:
+        batch = f"{planning.micro_batches} micro-batches per replica and step (global batch {job.global_batch}), "
+        batch += "gradients reduced once"
+    gradients = "all gradients are reduced after the backward pass, with and without a schedule; FSDP, DDP or "
+    gradients += "overlap_grad_reduce hide a part of them"
+    assumptions = [*job.assumptions, str(job.state), batch, gradients]
+    if planning.settings.recompute and planned.costs.can_split:
+        assumptions.append("dense parts run again in the backward pass, without dispatch and combine")
+    elif planning.settings.recompute and planned.costs.loss_s is not None:
+        assumptions.append("recomputed communication and experts are not in the step time")
+    elif planning.settings.recompute:
+        assumptions.append("each block's forward runs again in the backward pass, dispatch and combine included")
+    elif job.selective is not None:
+        assumptions.append(f"no recomputation ({job.selective} is selective)")
+    # FSMoE's layer has MP and ESP of the same size.
+    if planning.sizes.mp != planning.sizes.esp:
+        assumptions.append(
+            "the collectives of MP are charged as if MP had the ranks of ESP, so times with other sizes are rough"
+        )
+    return assumptions
 
 
-def _recomputation(settings: Settings, planned: Planned, job: ExternalJob) -> list[str]:
-    if not settings.recompute:
-        return [] if job.selective is None else [f"no recomputation ({job.selective} is selective)"]
-    if planned.costs.can_split:
-        return ["dense parts run again in the backward pass, without dispatch and combine"]
-    if planned.costs.loss_s is not None:
-        return ["recomputed communication and experts are not in the step time"]
-    return ["each block's forward runs again in the backward pass, dispatch and combine included"]
-
-
-def _describe_batch(number: int, job: ExternalJob) -> str:
-    if job.global_batch is None:
-        return "one micro-batch per replica and step, because the file has no global batch size"
-    return f"{number} micro-batches per replica and step (global batch {job.global_batch}), gradients reduced once"
-
-
-def _gradients_s(planning: Planning, costs: CostModel, machine: Machine | None) -> float:
-    return unplanned_gradients(
-        planning.settings, planning.launch, planning.sizes, costs, machine, planning.meta, external=True
-    ).seconds
-
-
-def _step_s(
-    planning: Planning, planned: Planned, costs: CostModel | None = None, machine: Machine | None = None
-) -> float:
-    """Return the seconds of a step of all micro-batches; by default on the planned machine."""
-    if costs is None:
-        costs, machine = planning.costs, planning.machine
-    batch_s = planned_s(planning.settings, planned) + head_s(planning.settings, planning.sizes, costs)
-    return planning.micro_batches * batch_s + _gradients_s(planning, costs, machine)
-
-
-def _at_ends(planning: Planning, planned: Planned, sequential: Planned) -> list[tuple[float, float]]:
-    """Return the step's seconds with and without overlap at both ends of the machine's figures."""
-    return [] if planning.machine is None else [_at_end(planning, planned, sequential, end) for end in (False, True)]
-
-
-def _at_end(planning: Planning, planned: Planned, sequential: Planned, is_fast: bool) -> tuple[float, float]:
-    """Return the step's seconds with and without overlap at the fast or slow end of the machine's figures."""
-    assert planning.machine is not None
-    machine = planning.machine.at_end(is_fast)
-    costs = machine_costs(machine, planning.settings, planning.sizes, planning.launch.ranks)
-    both = {
-        whole: step_costs(*planning[:3], costs, planning.meta, whole=whole, external=True)
-        for whole in {one.costs.can_split for one in (planned, sequential)}
-    }
-    plan_s, alone_s = (
-        _step_s(planning, Planned(one.plan, both[one.costs.can_split]), costs, machine) for one in (planned, sequential)
-    )
-    return plan_s, alone_s
-
-
-def _two_level(planning: Planning, policy: str) -> dict[str, Any] | None:
+def _two_level(planning: PlannedJob, policy: str, error: float) -> dict[str, Any] | None:
     """Return step times by a policy with each dispatch algorithm; None if EP stays in a node, or costs are measured.
 
     Policies for whole models are replaced by "auto".
@@ -223,15 +169,15 @@ def _two_level(planning: Planning, policy: str) -> dict[str, Any] | None:
     node = max(1, planning.sizes.ranks_per_node // planning.sizes.esp)
     if planning.machine is None or not 1 < node < planning.sizes.ep:
         return None
-    times_s = {}
     policy = "auto" if policy == "auto" or POLICIES[policy].uses_micro_batches else policy
     plan = POLICIES["joint" if policy == "auto" else policy].plan
+    times_s = {}
     for dispatch in ("direct", "2dh"):
-        settings = replace(planning.settings, dispatch=dispatch)
-        costs = machine_costs(planning.machine, settings, planning.sizes, planning.launch.ranks)
-        step = step_costs(settings, planning.launch, planning.sizes, costs, planning.meta, external=True)
-        times_s[dispatch] = _step_s(planning, Planned(plan(step), step))
-    return {"policy": policy, "seconds": times_s, "gain": 1 - times_s["2dh"] / times_s["direct"]}
+        job = planning.on(planning.machine, dispatch=dispatch)
+        costs = job.step_costs()
+        times_s[dispatch] = job.step_s(Planned(plan(costs), costs))
+    gain = 1 - times_s["2dh"] / times_s["direct"]
+    return {"policy": policy, "seconds": times_s, "gain": gain, "pays": gain > error}
 
 
 def _replicas(copies: Mapping[str, Any] | None, without_s: float | None) -> dict[str, Any] | None:
@@ -263,18 +209,17 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     if memory["fits"] is False:
         why = "least memory: none fits" if compared else why
     low_s, high_s = facts["step_range_s"]
+    step = f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})"
     batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
+    exposed, after_s = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step", facts["gradients_after_s"]
+    exposed += f", {ms(after_s)} of it gradients reduced after the step" if after_s else ""
     chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
         ("chunks", chunks, f"policy {policy}"),
-        (
-            "step",
-            f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})",
-            f"{batches}±{error:.0%}: {facts['error_source']}",
-        ),
-        ("exposed communication", ms(facts["exposed_s"]), _exposed_words(facts)),
+        ("step", step, f"{batches}±{error:.0%}: {facts['error_source']}"),
+        ("exposed communication", ms(facts["exposed_s"]), exposed),
         ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
         ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),
         ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
@@ -295,16 +240,9 @@ def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
     fits = "fits"
     if not memory["fits"]:
         remedy = memory["remedy"]
-        fits = "DOES NOT FIT; " + (
-            "needs more ranks" if remedy is None else f"{remedy['total'] / 1e9:.3g} GB with {remedy['changes']}"
-        )
+        cure = "needs more ranks" if remedy is None else f"{remedy['total'] / 1e9:.3g} GB with {remedy['changes']}"
+        fits = f"DOES NOT FIT; {cure}"
     return f"{total} of {memory['device'] / 1e9:.3g} GB: {fits}", f"GB: {named}"
-
-
-def _exposed_words(facts: Mapping[str, Any]) -> str:
-    share = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step"
-    after_s = facts["gradients_after_s"]
-    return f"{share}, {ms(after_s)} of it gradients reduced after the step" if after_s else share
 
 
 def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple[str, str]:
@@ -326,17 +264,13 @@ def _pipeline_words(pipeline: Mapping[str, Any], error: float) -> tuple[str, str
 
 def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple[str, str]:
     if two_level is None:
-        return (
-            "leave it off",
-            "EP ranks are all in one node or all in different nodes, or costs are measured for direct",
-        )
+        why = "EP ranks are all in one node or all in different nodes, or costs are measured for direct"
+        return "leave it off", why
     times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
     times += f" by {two_level['policy']}"
     if two_level["pays"]:
-        return (
-            "only with MoELayer: dispatch='2dh'",
-            f"{times}: saves {two_level['gain']:.1%}; integrations send directly",
-        )
+        gain = f"{times}: saves {two_level['gain']:.1%}; integrations send directly"
+        return "only with MoELayer: dispatch='2dh'", gain
     return "leave it off", f"{times}: not better by more than the error of {error:.0%}"
 
 

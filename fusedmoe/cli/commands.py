@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
-from fusedmoe.cli.settings import (
-    STEP_FLAGS,
-    Commands,
-    Settings,
-    add_flags,
-    add_parser,
-    parse_figure_path,
-    parse_output_path,
-)
+from fusedmoe.cli.settings import STEP_FLAGS, Settings, add_flags, parse_figure_path, parse_output_path
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
 
@@ -101,8 +95,8 @@ and measure once if the file is missing.
 
 _PROFILE_EXAMPLES = """\
 examples:
-  4 ranks of this machine as 2 nodes of 2, with a figure:
-    torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2 --plot profile.png
+  4 ranks of this machine as 2 nodes of 2:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2
   measure again, and write JSON for fusedmoe plan --costs:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe profile --ranks-per-node 2 --again --json costs.json
   the parallel layout of a model, with bf16 matrix products:
@@ -237,23 +231,24 @@ examples:
     fusedmoe doctor --json | jq '.transports[] | select(.works) | .name'
 """
 
-_CONVERT = """\
-Convert a checkpoint of an earlier version, which contains pickles.
 
-Read the checkpoint OLD and write it to NEW as safetensors and JSON files that this version loads.
-Every byte of OLD is checked first, and nothing in it is executed. OLD is not changed. The machine
-needs free memory of the size of the checkpoint.
-"""
+def _add_parser(commands: Any, name: str, text: str, epilog: str, module: str) -> argparse.ArgumentParser:
+    """Add a parser to the result of `add_subparsers`. `text`: summary, blank line, description."""
+    summary, _, description = text.partition("\n\n")
+    parser = commands.add_parser(
+        name,
+        help=summary[:1].lower() + summary[1:].removesuffix("."),
+        usage=f"fusedmoe {name} [FLAG ...]",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(module=module)
+    return parser
 
-_CONVERT_EXAMPLES = """\
-examples:
-  the checkpoint of a run, to resume it:
-    fusedmoe convert-checkpoint runs/7/checkpoint runs/7/checkpoint.new
-"""
 
-
-def _add_train(commands: Commands) -> None:
-    parser = add_parser(commands, "train", _TRAIN, _TRAIN_EXAMPLES, "fusedmoe.cli.train")
+def _add_train(commands: Any) -> None:
+    parser = _add_parser(commands, "train", _TRAIN, _TRAIN_EXAMPLES, "fusedmoe.cli.train")
     where = parser.add_argument_group("run folder")
     where.add_argument("--run-dir", type=Path, metavar="DIR", help="new run folder (default: runs/<date-time>)")
     where.add_argument("--resume", type=Path, metavar="DIR", help="run folder of the job to resume")
@@ -261,8 +256,8 @@ def _add_train(commands: Commands) -> None:
     add_flags(parser)
 
 
-def _add_profile(commands: Commands) -> None:
-    parser = add_parser(commands, "profile", _PROFILE, _PROFILE_EXAMPLES, "fusedmoe.cli.profile")
+def _add_profile(commands: Any) -> None:
+    parser = _add_parser(commands, "profile", _PROFILE, _PROFILE_EXAMPLES, "fusedmoe.cli.profile")
     group = parser.add_argument_group("profile")
     group.add_argument(
         "--budget",
@@ -281,19 +276,18 @@ def _add_profile(commands: Commands) -> None:
         help="two process groups per axis on CPUs (Topology.from_sizes(duplex=True)), as the layers of Hugging Face "
         "and Tutel have",
     )
-    group.add_argument("--plot", type=parse_figure_path, metavar="FILE", help="figure of the fits (.png, .svg or .pdf)")
     group.add_argument(
         "--json", type=parse_output_path, metavar="FILE", help="fitted lines and measured points as JSON"
     )
     add_flags(parser, _PROFILE_FLAGS)
 
 
-def _add_plan(commands: Commands) -> None:
+def _add_plan(commands: Any) -> None:
     policies = "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items())
     machines = "\n".join(f"  {name:15}{machine.words}" for name, machine in MACHINES.items())
     head = "policies (--schedule; auto: joint here, the fastest in measured steps in train)"
     epilog = f"{_PLAN_EXAMPLES}\n{head}:\n{policies}\n\nmachines:\n{machines}"
-    parser = add_parser(commands, "plan", _PLAN, epilog, "fusedmoe.cli.plan_command")
+    parser = _add_parser(commands, "plan", _PLAN, epilog, "fusedmoe.cli.plan_command")
     parser.add_argument_group("job").add_argument(
         "--config",
         type=Path,
@@ -334,8 +328,8 @@ def _add_plan(commands: Commands) -> None:
     add_flags(parser, (*STEP_FLAGS, *moving), Settings(schedule="auto"))
 
 
-def _add_trace(commands: Commands) -> None:
-    parser = add_parser(commands, "trace", _TRACE, _TRACE_EXAMPLES, "fusedmoe.cli.trace")
+def _add_trace(commands: Any) -> None:
+    parser = _add_parser(commands, "trace", _TRACE, _TRACE_EXAMPLES, "fusedmoe.cli.trace")
     group = parser.add_argument_group("trace")
     group.add_argument(
         "--steps", type=int, default=5, metavar="N", help="measured steps, after 2 warm-ups (default: %(default)s)"
@@ -350,18 +344,9 @@ def _add_trace(commands: Commands) -> None:
     add_flags(parser, (*STEP_FLAGS, "--seed"), Settings(schedule="auto"))
 
 
-def _add_doctor(commands: Commands) -> None:
-    parser = add_parser(commands, "doctor", _DOCTOR, _DOCTOR_EXAMPLES, "fusedmoe.cli.doctor")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-
-
-def _add_convert(commands: Commands) -> None:
-    parser = add_parser(commands, "convert-checkpoint", _CONVERT, _CONVERT_EXAMPLES, "fusedmoe.cli.convert")
-    parser.usage = "fusedmoe convert-checkpoint OLD NEW"
-    parser.add_argument("old", type=Path, metavar="OLD", help="the checkpoint to read")
-    parser.add_argument("new", type=Path, metavar="NEW", help="where to write it; a checkpoint there is replaced")
-
-
-def add_commands(commands: Commands) -> None:
-    for add in (_add_train, _add_profile, _add_plan, _add_trace, _add_doctor, _add_convert):
+def add_commands(commands: Any) -> None:
+    """Add the parsers of all subcommands. Each sets `module`, whose `run` executes the command."""
+    for add in (_add_train, _add_profile, _add_plan, _add_trace):
         add(commands)
+    parser = _add_parser(commands, "doctor", _DOCTOR, _DOCTOR_EXAMPLES, "fusedmoe.cli.doctor")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -11,6 +11,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -101,7 +102,11 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
 
 
 def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]]:
-    sizes = {path: size for path in _matches(root, pattern, library) if (size := _size(path))}
+    sizes = dict[Path, int]()
+    for path in _matches(root, pattern, library):
+        with suppress(OSError):
+            if path.is_file():
+                sizes[path] = path.stat().st_size
     # The kernel's out-of-memory killer would leave no message.
     needed, room = _MEMORY_COPIES * sum(sizes.values()), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > room:
@@ -123,31 +128,22 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
 def _matches(root: Path, pattern: str, library: bool) -> list[Path]:
     try:
         mode = root.stat().st_mode
-    except FileNotFoundError:
-        raise ConfigError(f"data: {root} does not exist") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data: {root} cannot be read: {error}") from error
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise ConfigError(f"data: {root} {reason}") from error
     if stat.S_ISREG(mode):
         return [root]
     if not stat.S_ISDIR(mode):
         raise ConfigError(f"data: {root} is neither a folder nor a file")
     try:
         found = sorted(root.rglob("*.py" if library else pattern))
+    except OSError as error:
+        raise ConfigError(f"data: {root} cannot be read: {error}") from error
     except (IndexError, NotImplementedError, ValueError) as error:
         raise ConfigError(
             f"--pattern {pattern!r} is not a valid glob for {root} ({error}); use one such as '*.md'"
         ) from error
-    except OSError as error:
-        raise ConfigError(f"data: {root} cannot be read: {error}") from error
     return [path for path in found if not library or _EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
-
-
-def _size(path: Path) -> int:
-    """Return the file's size in bytes; 0 for other paths and on errors."""
-    try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:
-        return 0
 
 
 class ByteBatch(NamedTuple):

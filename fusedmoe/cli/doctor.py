@@ -10,13 +10,12 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(transport["works"] for transport in facts["transports"]) else 1
 
 
-@dataclass(frozen=True)
-class TransportProbe:
+class TransportProbe(NamedTuple):
     """Transport whose `unavailable_reason` probes it and returns why it does not work, with the fix, or ""."""
 
     name: str
@@ -65,11 +63,10 @@ def examine() -> dict[str, Any]:
     Versions of missing packages are None. `shared_memory` has the sizes of /dev/shm if NCCL works, which may use it
     between GPUs of a node.
     """
-    transports = []
-    for probe in TRANSPORTS:
-        reason = run_probe(probe.unavailable_reason)
-        facts = {"name": probe.name, "kind": probe.kind, "carries": probe.carries}
-        transports.append(facts | {"works": not reason, "reason": reason})
+    transports: list[dict[str, Any]] = []
+    for name, kind, carries, unavailable_reason in TRANSPORTS:
+        reason = run_probe(unavailable_reason)
+        transports.append({"name": name, "kind": kind, "carries": carries, "works": not reason, "reason": reason})
     nccl = any(transport["works"] for transport in transports if transport["name"] == "nccl")
     return {
         "host": platform.node(),

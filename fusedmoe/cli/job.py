@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedmoe import Topology
+from fusedmoe import MoELayer, Topology
 from fusedmoe.cli.data import hash_seed
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm import init_process_group
@@ -23,6 +23,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.hooks import WireCast
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
+from fusedmoe.names import FP8_WIRES
 from fusedmoe.training import ShardedExperts
 
 #: Dtypes of `--wire-dtype` that differ from the compute dtype.
@@ -80,7 +81,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
         ep = settings.ep or ranks // (settings.esp or 1)
     esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
     # gcd(n, 0) is n: without dense blocks only the number of heads limits mp.
-    dense = model.dense_size if model.has_dense_layers else 0
+    dense = model.dense_size if model.num_moe_layers < model.layers else 0
     mp = settings.mp or gcd(per_node, model.key_heads, dense)
     for what, need in (("ep · esp", ep * esp), ("mp", mp)):
         if ranks % need:
@@ -175,7 +176,7 @@ def make_model(settings: Settings, model: ModelConfig, topology: Topology, devic
     torch.manual_seed(hash_seed("parameters", settings.seed))
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
     wire = WIRE_DTYPES.get(settings.wire_dtype)
-    return Transformer(
+    made = Transformer(
         model,
         topology,
         dispatch=settings.dispatch,
@@ -185,6 +186,11 @@ def make_model(settings: Settings, model: ModelConfig, topology: Topology, devic
         device=device,
         dtype=dtype,
     )
+    if settings.wire_dtype in FP8_WIRES:
+        for layer in made.modules():
+            if isinstance(layer, MoELayer):
+                layer.set_wire(settings.wire_dtype)
+    return made
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:

@@ -9,22 +9,19 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from fusedmoe.cli.job import Launch, Sizes
+from fusedmoe.cli.job import Sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import (
+    PlannedJob,
     compute_dtype,
     expert_bytes,
-    head_s,
     machine_costs,
     require_moe_layers,
-    step_costs,
-    step_tokens,
     step_workload,
-    unplanned_gradients,
 )
 from fusedmoe.errors import ConfigError
 from fusedmoe.experts.sharding import parameter_shardings
-from fusedmoe.models.job_files import ExternalJob, TrainingState
+from fusedmoe.models.external_job import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.machines import PREDICTION_ERROR, Machine
 from fusedmoe.schedule.task import PHASES
@@ -51,14 +48,6 @@ class RankMemory:
         return float(sum(asdict(self).values()))
 
 
-class _Elements(NamedTuple):
-    """Parameter elements of a rank: split over MP, replicated, and of experts."""
-
-    split: int
-    replicated: int
-    experts: float
-
-
 @lru_cache(maxsize=2)
 def _dense_elements(meta: Transformer) -> tuple[int, int]:
     """Return the numbers of elements outside experts that are split over MP, and that are replicated."""
@@ -70,33 +59,24 @@ def _dense_elements(meta: Transformer) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _elements(settings: Settings, sizes: Sizes, meta: Transformer) -> _Elements:
-    split, replicated = _dense_elements(meta)
-    assert settings.model.experts is not None
-    nbytes = expert_bytes(settings, sizes) / _parameter_bytes(settings)
-    experts = nbytes * settings.model.experts / sizes.ep * settings.model.num_moe_layers
-    return _Elements(split // sizes.mp, replicated, experts)
-
-
-def _parameter_bytes(settings: Settings) -> int:
-    return 8 if settings.dtype == "fp64" else 4
-
-
 def rank_memory(
-    settings: Settings, launch: Launch, sizes: Sizes, meta: Transformer, state: TrainingState | None = None
+    settings: Settings, ranks: int, sizes: Sizes, meta: Transformer, state: TrainingState | None = None
 ) -> RankMemory:
     """Return the memory of one rank for a model made by `make_meta_model`.
 
     `state`: bytes per parameter; None: those of `fusedmoe train`, with parameters, gradients and AdamW moments in
     float32 (dtype fp64: float64).
     """
-    item = _parameter_bytes(settings)
+    item = 8 if settings.dtype == "fp64" else 4
     state = state or TrainingState(item, item, 2 * item)
-    split, replicated, experts = _elements(settings, sizes, meta)
+    split, replicated = _dense_elements(meta)
+    split //= sizes.mp
+    assert settings.model.experts is not None
+    experts = expert_bytes(settings, sizes) / item * settings.model.experts / sizes.ep * settings.model.num_moe_layers
     total = split + replicated + experts
     # Elements per rank if the ranks that hold equal elements shard them.
-    shards = replicated / launch.ranks + split * sizes.mp / launch.ranks
-    shards += experts * sizes.ep * sizes.esp / launch.ranks
+    shards = replicated / ranks + split * sizes.mp / ranks
+    shards += experts * sizes.ep * sizes.esp / ranks
     optimizer = shards if state.sharded != "none" else total
     rest = shards if state.sharded == "all" else total
     saved, logits = _saved_bytes(settings, sizes)
@@ -154,7 +134,7 @@ class ParallelLayout(NamedTuple):
 
 
 def layouts(
-    settings: Settings, launch: Launch, machine: Machine, job: ExternalJob, meta: Transformer
+    settings: Settings, ranks: int, machine: Machine, job: ExternalJob, meta: Transformer
 ) -> list[ParallelLayout]:
     """Return the layouts of a job that fit a machine's memory, fastest per token first.
 
@@ -165,11 +145,11 @@ def layouts(
     require_moe_layers(settings.model)
     candidates = list[ParallelLayout]()
     room = None if machine.memory_bytes is None else machine.memory_bytes.value
-    for sizes in _candidate_sizes(settings, launch.ranks, machine.node(launch.ranks)):
+    for sizes in _candidate_sizes(settings, ranks, machine.node(ranks)):
         try:
-            costs = machine_costs(machine, settings, sizes, launch.ranks)
-            step = step_costs(settings, launch, sizes, costs, meta, external=True)
-            after_s = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=True).seconds
+            costs = machine_costs(machine, settings, sizes, ranks)
+            planned = PlannedJob(settings, ranks, sizes, costs, meta, machine, is_external=True)
+            step, after_s = planned.step_costs(), sum(planned.gradients_s.values())
         except ConfigError:
             continue  # groups that are not spread evenly over nodes
         alone_s = {
@@ -179,13 +159,13 @@ def layouts(
             )
             for layer in step.layers
         }
-        replica_batch = settings.model.batch * (launch.ranks // sizes.mp)
+        replica_batch = settings.model.batch * (ranks // sizes.mp)
         after_s /= max(1, (job.global_batch or 0) / replica_batch)  # per micro-batch
-        step_s = sum(alone_s[id(layer)] for layer in step.layers) + after_s + head_s(settings, sizes, costs)
-        tokens = step_tokens(settings, launch.ranks, sizes.mp)
-        candidates.append(ParallelLayout(sizes, rank_memory(settings, launch, sizes, meta, job.state), step_s / tokens))
+        step_s = sum(alone_s[id(layer)] for layer in step.layers) + after_s + planned.head_s
+        memory = rank_memory(settings, ranks, sizes, meta, job.state)
+        candidates.append(ParallelLayout(sizes, memory, step_s / planned.tokens))
     if not candidates:
-        raise ConfigError(f"no parallel sizes split this model over {launch.ranks} ranks; set --ep, --esp and --mp")
+        raise ConfigError(f"no parallel sizes split this model over {ranks} ranks; set --ep, --esp and --mp")
     fits = [layout for layout in candidates if room is None or layout.memory.total <= room]
     if not fits:
         return sorted(candidates, key=lambda layout: layout.memory.total)
@@ -220,27 +200,20 @@ def _is_even(machine: Machine | None, settings: Settings, sizes: Sizes, ranks: i
     return False
 
 
-class Remedy(NamedTuple):
-    """Changes of a job that does not fit the memory, and its bytes per rank with them."""
-
-    changes: str
-    total: float
-
-
 def find_remedy(
     settings: Settings,
-    launch: Launch,
+    ranks: int,
     sizes: Sizes,
     meta: Transformer,
     state: TrainingState,
     room: float,
     machine: Machine | None = None,
-) -> Remedy | None:
-    """Return the first changes after which a rank fits `room` bytes; None: there are none.
+) -> dict[str, Any] | None:
+    """Return the first `changes` after which a rank fits `room` bytes, and its `total`; None: there are none.
 
     Tried in this order: recomputation, a smaller batch, a larger EP size, training state sharded over all ranks.
     """
-    batch, ranks = settings.model.batch, launch.ranks
+    batch = settings.model.batch
     batches = [batch >> halvings for halvings in range(batch.bit_length()) if batch % (1 << halvings) == 0]
     candidates = _candidate_sizes(replace(settings, **vars(sizes) | {"ep": None}), ranks, sizes.ranks_per_node)
     larger = [one.ep for one in candidates if one.ep > sizes.ep and _is_even(machine, settings, one, ranks)]
@@ -251,7 +224,7 @@ def find_remedy(
         states.items(), (sizes.ep, *larger), batches, dict.fromkeys((settings.recompute, True))
     ):
         changed = replace(settings.changed({"model.batch": few}), recompute=recompute)
-        total = rank_memory(changed, launch, replace(sizes, ep=ep), meta, sharded).total
+        total = rank_memory(changed, ranks, replace(sizes, ep=ep), meta, sharded).total
         if total <= room:
             changes = {
                 "--recompute": recompute != settings.recompute,
@@ -259,11 +232,6 @@ def find_remedy(
                 f"--ep {ep}": ep != sizes.ep,
                 sharding: bool(sharding),
             }
-            return Remedy(", ".join(words for words, is_changed in changes.items() if is_changed), total)
+            words = ", ".join(words for words, is_changed in changes.items() if is_changed)
+            return {"changes": words, "total": total}
     return None
-
-
-def memory_facts(memory: RankMemory, machine: Machine | None) -> dict[str, Any]:
-    room = None if machine is None or machine.memory_bytes is None else machine.memory_bytes.value
-    facts = asdict(memory) | {"total": memory.total, "device": room}
-    return facts | {"fits": None if room is None else memory.total <= room}

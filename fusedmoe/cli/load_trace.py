@@ -154,16 +154,12 @@ def _end(digest: str) -> str:
     return f'\n], "digest": "{digest}"}}\n'
 
 
-def plot_loads(trace: LoadTrace, path: str | Path, *, title: str) -> None:
-    """Write a figure of the loads. The suffix of `path` (.png, .svg, .pdf) selects the format.
+def plot_loads(trace: LoadTrace, *, title: str) -> Figure:
+    """Return a figure of the loads.
 
     One panel per layer shows each expert's load relative to the mean over experts. The last panel shows max_vio of
     every layer.
     """
-    figure(trace, title=title).savefig(path, dpi=_DPI)
-
-
-def figure(trace: LoadTrace, *, title: str) -> Figure:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -173,7 +169,7 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     shown = np.unique(np.linspace(0, trace.layers - 1, min(trace.layers, MAX_PANELS)).round().astype(int))
     across = min(len(shown), _PANELS_PER_ROW)
     rows = math.ceil(len(shown) / across)
-    drawn = Figure(figsize=(14, 2.4 * rows + 3), layout="constrained", facecolor="white")
+    drawn = Figure(figsize=(14, 2.4 * rows + 3), dpi=_DPI, layout="constrained", facecolor="white")
     drawn.suptitle(title, color=_INK, parse_math=False)
     grid = drawn.add_gridspec(rows + 1, across, height_ratios=[1] * rows + [1.1])
     colours = LinearSegmentedColormap.from_list("loads", ["white", "#98b8f8", "#0a2f66"])

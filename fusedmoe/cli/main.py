@@ -10,7 +10,7 @@ import select
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, NoReturn
@@ -128,22 +128,19 @@ def _has_stdout_reader() -> bool:
     return False
 
 
-def _parse_or_help(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser()
-    parsed = parser.parse_args(arguments)
-    if parsed.module is None:
-        parser.print_help()
-    return parsed
-
-
 def _parse(arguments: Sequence[str] | None, quiet: bool) -> argparse.Namespace:
-    if not quiet:
-        return _parse_or_help(arguments)
+    parser = make_parser()
     # Only rank 0 prints usage and errors.
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with open(os.devnull, "w") as nowhere, ExitStack() as redirected:
+        if quiet:
+            redirected.enter_context(redirect_stdout(nowhere))
+            redirected.enter_context(redirect_stderr(nowhere))
         try:
-            return _parse_or_help(arguments)
+            parsed = parser.parse_args(arguments)
+            if parsed.module is None:
+                parser.print_help()
+            return parsed
         except SystemExit as end:
-            if end.code:
+            if quiet and end.code:
                 time.sleep(_RANK_0_PRINT_S)
             raise

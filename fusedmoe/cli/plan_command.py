@@ -11,41 +11,34 @@ from typing import Any
 
 from rich.table import Table
 
-from fusedmoe.cli.answer import COMPARED, Planning, answer_facts, print_answer, runnable_policies
+from fusedmoe.cli.answer import COMPARED, answer_facts, print_answer, runnable_policies
 from fusedmoe.cli.job import Launch, Sizes, command_group, format_ranks, resolve_sizes
 from fusedmoe.cli.layouts import chosen_settings, layouts
-from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_sizes_and_costs
+from fusedmoe.cli.scale import Scale, figures_dict, figures_table
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
+    Planned,
+    PlannedJob,
     compute_dtype,
     describe_costs,
     expert_bytes,
     followed_policy,
     follows_plan,
-    head_s,
+    machine_costs,
     make_console,
     make_meta_model,
     make_table,
     no_split_reason,
-    planned_s,
-    plans_by_policy,
-    recomputation_bound_s,
-    recomputed_pass,
     sizes_outside_ranges,
-    step_tokens,
-    unplanned_gradients,
     with_cached_tasks,
 )
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.models.job_files import ExternalJob
-from fusedmoe.models.read_job import read_job
-from fusedmoe.models.transformer import Transformer
+from fusedmoe.models.external_job import ExternalJob
+from fusedmoe.models.job_files import read_job
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.schedule import CostModel, Plan, draw, simulate
-from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import Costs
+from fusedmoe.schedule import POLICIES, CostModel, draw, simulate
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine
 from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse_collectives
@@ -61,64 +54,47 @@ ONE_NODE = RESOURCES | {"inter": "links of EP and DP", "intra": "links of ESP an
 class PlanReport:
     """Plan for a model and layout, with its analysis.
 
-    Computes the plans of every policy that training could follow, and reports on the policy of the settings, or on
-    "sequential" if training follows no plan.
+    Reports on the policy of the settings, or on "sequential" if training follows no plan.
 
     Args:
         job: another framework's job, whose questions `facts["answer"]` then answers.
         compared: number of layouts that were compared.
-        meta: result of `make_meta_model`, if it exists already.
         can_trace: `fusedmoe trace` can measure the tasks on these ranks.
     Attributes:
         policy, plan: the reported policy and its plan.
         step_s: predicted step time of each policy, in seconds.
-        timeline: simulation of the plan.
-        drawn_timeline: simulation to draw: includes expert replicas if the placement has any.
+        timeline, drawn_timeline: simulation of the plan, and with expert replicas if the placement has any.
         facts: all reported values as plain types, times in seconds.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        launch: Launch,
-        sizes: Sizes,
-        costs: CostModel,
-        machine: Machine | None = None,
+        planned_job: PlannedJob,
         *,
         again: bool = False,
         job: ExternalJob | None = None,
         compared: int = 0,
-        meta: Transformer | None = None,
         can_trace: bool = False,
     ) -> None:
-        self._can_trace = can_trace
-        self.policy, external = followed_policy(settings, sizes), job is not None
-        meta = meta or make_meta_model(settings)
-        policies = None if job is None else runnable_policies(job, settings, sizes)
-        if external and settings.schedule == "auto" and follows_plan(settings, sizes.ep, sizes.esp):
+        self._job, self._can_trace = planned_job, can_trace
+        settings, sizes, costs, ranks = planned_job.settings, planned_job.sizes, planned_job.costs, planned_job.ranks
+        self.policy, number = followed_policy(settings, sizes), planned_job.micro_batches
+        if job is not None and settings.schedule == "auto" and follows_plan(settings, sizes.ep, sizes.esp):
             self.policy = "auto"
-        plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=policies, again=again, external=external)
-        self.plan, step = plans[self.policy]
-        self._after = after = unplanned_gradients(settings, launch, sizes, costs, machine, meta, external=external)
-        dp = launch.ranks // sizes.mp
-        number = 1 if job is None else job.micro_batches(settings.model.batch, dp)
-        fixed_s = after.seconds + number * head_s(settings, sizes, costs)
-        self.step_s = {name: number * planned_s(settings, planned) + fixed_s for name, planned in plans.items()}
+        policies = POLICIES if job is None else runnable_policies(job, settings, sizes)
+        plans = planned_job.plans(policies, again=again)
+        self.plan, step = planned = plans[self.policy]
+        self.step_s = {name: planned_job.step_s(by_policy) for name, by_policy in plans.items()}
         self.timeline = self.drawn_timeline = simulate(self.plan, step)
-        self.title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {self.policy}"
-        self._resources = RESOURCES if launch.ranks > sizes.ranks_per_node else ONE_NODE
-        self._settings, self._costs, self._passes = settings, costs, layer_passes(self.plan, self.timeline)
+        self.title = f"{settings.model.label}, {format_ranks(ranks)}, {self.policy}"
+        self._resources = RESOURCES if ranks > sizes.ranks_per_node else ONE_NODE
+        self._passes = layer_passes(self.plan, self.timeline)
+        self._is_measured = not step.can_split and step.loss_s is not None
         copies = None
         # Only Hecate fills the idle links; other policies send as many experts as they need.
         if settings.placement == "fssdp" and sizes.ep > 1:
-            copies, self.drawn_timeline = _with_replicas(settings, sizes, costs, self.plan, step, self.timeline)
-            copies["step_s"] = self.step_s[self.policy] + number * (copies["step_s"] - self.timeline.end_s)
-        # Policies for layers and for whole blocks have different costs: take the smaller bound.
-        distinct = {id(planned.costs): planned.costs for planned in plans.values()}.values()
-        bound = number * min(bound_s(one) + recomputation_bound_s(settings, one) for one in distinct) + fixed_s
-        repeated = recomputed_pass(settings, plans[self.policy])
-        self._is_measured = not step.can_split and step.loss_s is not None
-        recomputed_s = 0.0 if repeated is None else repeated.end_s
+            copies, self.drawn_timeline = _with_replicas(planned_job, planned, self.timeline)
+        bound = planned_job.bound_s(plans.values())
         path = critical_path(self.plan, self.timeline)
         by_kind_s = Timeline(0, path, "predicted").totals_s()
         # Tasks of the path may run at the same time.
@@ -126,16 +102,16 @@ class PlanReport:
         step_s = self.step_s[self.policy]
         self.facts: dict[str, Any] = {
             "model": vars(settings.model) | {"gate_options": dict(settings.model.gate_options)},
-            "layout": {"ranks": launch.ranks, **vars(sizes), "dp": launch.ranks // sizes.mp},
+            "layout": {"ranks": ranks, **vars(sizes), "dp": ranks // sizes.mp},
             "machine": costs.machine,
             "poor_fits": costs.poor_fits,
             "outside_ranges": sizes_outside_ranges(settings, sizes, costs),
             "policy": self.policy,
             "step_s": step_s,
             "bound_s": bound,
-            "tokens_per_s": number * step_tokens(settings, launch.ranks, sizes.mp) / step_s,
+            "tokens_per_s": number * planned_job.tokens / step_s,
             "micro_batches_per_step": number,
-            "recomputed_s": number * recomputed_s,
+            "recomputed_s": number * planned_job.recomputed_pass(planned).end_s,
             "policies_s": self.step_s,
             "gap_to_bound": step_s / bound - 1,
             "micro_batches": {phase: self._micro_batches(phase) for phase in PHASES},
@@ -147,7 +123,7 @@ class PlanReport:
             "critical_path_by_resource_s": at_work_s,
             "busy_s": {name: self.drawn_timeline.busy_s(name) for name in RESOURCES},
             "exposed_gradients_s": self.timeline.end_s - self._passes[-1].end_s,
-            "gradients_after_step_s": after._asdict(),
+            "gradients_after_step_s": planned_job.gradients_s,
             "layers": self._layers(),
             "plan": str(self.plan),
             "fingerprint": self.plan.fingerprint,
@@ -156,12 +132,8 @@ class PlanReport:
         if job is not None:
             replicas = None
             if sizes.ep > 1 and COMPARED in plans:
-                of_layers = plans[COMPARED]
-                timeline = simulate(*of_layers)
-                replicas, _ = _with_replicas(settings, sizes, costs, *of_layers, timeline)
-                replicas["step_s"] = self.step_s[COMPARED] + number * (replicas["step_s"] - timeline.end_s)
-            planning = Planning(settings, launch, sizes, costs, machine, meta, number)
-            self.facts["answer"] = answer_facts(planning, plans, self.policy, job, replicas, compared)
+                replicas, _ = _with_replicas(planned_job, plans[COMPARED], simulate(*plans[COMPARED]))
+            self.facts["answer"] = answer_facts(planned_job, plans, self.policy, job, replicas, compared)
 
     def _micro_batches(self, phase: str) -> list[int]:
         attention = [task for task in self.plan.compute if task.kind == TaskKind.ATTENTION and task.phase == phase]
@@ -183,16 +155,17 @@ class PlanReport:
     def print(self) -> None:
         facts, console = self.facts, make_console()
         ranks, per_node, ep, esp, mp, dp = facts["layout"].values()
-        model = self._settings.model
+        settings = self._job.settings
+        model = settings.model
         console.print(describe(model), markup=False)
         console.print(f"{format_ranks(ranks)} ({ranks // per_node} × {per_node}): ep {ep}, esp {esp}, mp {mp}, dp {dp}")
         number = facts["micro_batches_per_step"]
         batches = f"{number} micro-batches of " if number > 1 else ""
         console.print(
-            f"per replica and step {batches}{model.batch} × {model.seq_len} tokens, {self._settings.dtype}: "
+            f"per replica and step {batches}{model.batch} × {model.seq_len} tokens, {settings.dtype}: "
             f"{facts['tokens_per_s']:,.0f} tokens/s by {self.policy}"
         )
-        console.print(describe_costs(self._costs), markup=False, soft_wrap=True)
+        console.print(describe_costs(self._job.costs), markup=False, soft_wrap=True)
         if outside := facts["outside_ranges"]:
             cure = "; run fusedmoe trace first, which measures them" if self._can_trace else ""
             text = f"costs outside the measured range, extrapolated: {outside}{cure}"
@@ -211,11 +184,10 @@ class PlanReport:
             console.print(f"after the last pass: {ms(facts['exposed_gradients_s'])} of exposed gradient all-reduce")
         if facts["recomputed_s"]:
             console.print(f"forward passes run again by activation checkpoints: {ms(facts['recomputed_s'])}")
-        elif self._settings.recompute and self._is_measured:
+        elif settings.recompute and self._is_measured:
             console.print("recomputed communication and experts are not in measured step times")
-        if self._after.seconds > 0:
-            parts = {"embedding, head": self._after.dense_s, "experts": self._after.experts_s}
-            named = ", ".join(f"{part} {ms(seconds)}" for part, seconds in parts.items() if seconds)
+        after_s = dict(zip(("embedding, head", "experts"), self._job.gradients_s.values(), strict=True))
+        if named := ", ".join(f"{part} {ms(seconds)}" for part, seconds in after_s.items() if seconds):
             console.print(f"gradients reduced after the step, by every policy: {named}", soft_wrap=True)
         for title, name, end_s in (
             ("critical path", "critical_path_s", self.timeline.end_s),
@@ -276,26 +248,26 @@ class PlanReport:
         return table
 
 
-def _with_replicas(
-    settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs, timeline: Timeline
-) -> tuple[dict[str, Any], Timeline]:
+def _with_replicas(job: PlannedJob, planned: Planned, timeline: Timeline) -> tuple[dict[str, Any], Timeline]:
     """Add sparse collectives of expert replicas to a plan and simulate it. Return facts and the new timeline.
 
     Facts: seconds of each layer that the inter-node link can hide (`hidden_s`), bytes of one expert (`expert_bytes`),
     experts sent per layer (`overlap`), seconds to send them (`seconds`), and the new step time (`step_s`).
     """
-    again, layers = settings.rematerialise, len({task.layer for task in plan if task.layer is not None})
+    settings = job.settings
+    again, layers = settings.rematerialise, settings.model.num_moe_layers
     hidden_L = hidden_s(timeline, layers, again=again)
-    nbytes, bytes_per_s = expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
+    nbytes, bytes_per_s = expert_bytes(settings, job.sizes), job.costs.line("all-to-all/ep").per_s
     overlap = settings.placement_overlap
     if overlap is None:
         assert settings.model.experts is not None
         overlap = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
     seconds = overlap * nbytes / bytes_per_s
     # A replica that does not fit its gap delays later tasks.
-    copied = simulate(*with_sparse_collectives(plan, costs, [seconds] * layers, again=again))
+    copied = simulate(*with_sparse_collectives(*planned, [seconds] * layers, again=again))
+    step_s = job.step_s(planned) + job.micro_batches * (copied.end_s - timeline.end_s)
     facts = {"hidden_s": list(hidden_L), "expert_bytes": nbytes, "overlap": overlap, "seconds": seconds}
-    return facts | {"step_s": copied.end_s}, copied
+    return facts | {"step_s": step_s}, copied
 
 
 def _describe_replicas(copies: dict[str, Any], step_s: float) -> str:
@@ -326,8 +298,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--schedule off has no plan; use auto or a policy")
     machine = _find_machine(arguments, settings)
     if machine is not None:
-        dtype = {} if "dtype" in changes else {"dtype": machine.dtype}
-        settings = settings.changed({"ranks_per_node": None, **dtype})  # the machine has them
+        # The machine has them.
+        settings = settings.changed({"ranks_per_node": None, "dtype": changes.get("dtype", machine.dtype)})
+        if settings.dtype != machine.dtype:
+            raise ConfigError(f"--dtype {settings.dtype}: this machine model supports {machine.dtype} only")
         if arguments.scale:
             return _scale(arguments, launched, settings, machine)
     elif job is not None and launched.ranks == 1 and arguments.costs is None and arguments.testbed is None:
@@ -335,28 +309,20 @@ def run(arguments: argparse.Namespace) -> int:
             "--config: costs of one rank are no costs of a job; pass --machine NAME, --costs FILE or run under torchrun"
         )
     launch, settings = _resolve_launch(arguments, launched, settings, machine)
-    number, meta = 0, None
+    compared, meta = 0, None
     if job is not None and machine is not None and None in (settings.ep, settings.esp, settings.mp):
         meta = make_meta_model(settings)
-        found = layouts(settings, launch, machine, job, meta)
-        number, settings = 0 if settings.ep else len(found), chosen_settings(settings, found)
+        found = layouts(settings, launch.ranks, machine, job, meta)
+        compared, settings = 0 if settings.ep else len(found), chosen_settings(settings, found)
     sizes, settings = resolve_sizes(settings, launch)
     costs = _find_costs(arguments, launched, settings, sizes, machine)
     if launched.rank > 0:
         return 0
     can_trace = job is None and machine is None and arguments.costs is None and arguments.testbed is None
-    report = PlanReport(
-        settings,
-        launch,
-        sizes,
-        costs,
-        machine,
-        again=arguments.again,
-        job=job,
-        compared=number,
-        meta=meta,
-        can_trace=can_trace,
-    )
+    number = 1 if job is None else job.micro_batches(settings.model.batch, launch.ranks // sizes.mp)
+    meta = meta or make_meta_model(settings)
+    planned = PlannedJob(settings, launch.ranks, sizes, costs, meta, machine, job is not None, number)
+    report = PlanReport(planned, again=arguments.again, job=job, compared=compared, can_trace=can_trace)
     if arguments.png is not None:
         draw(report.drawn_timeline, arguments.png, title=report.title)
     if arguments.json:
@@ -391,7 +357,7 @@ def _scale(arguments: argparse.Namespace, launched: Launch, settings: Settings, 
     with ProgressBar("planning") as bar:
         scale = Scale(settings, machine, arguments.machine, again=arguments.again, show=bar.show)
     if arguments.png is not None:
-        scale.draw(arguments.png)
+        scale.figure().savefig(arguments.png)
     if arguments.json:
         print(json.dumps(scale.facts, indent=2))
     else:
@@ -429,7 +395,7 @@ def _find_costs(
     arguments: argparse.Namespace, launched: Launch, settings: Settings, sizes: Sizes, machine: Machine | None
 ) -> CostModel:
     if machine is not None:
-        return machine_sizes_and_costs(machine, settings, arguments.ranks)[1]
+        return machine_costs(machine, settings, sizes, arguments.ranks)
     if arguments.testbed is not None:
         return TESTBEDS[arguments.testbed].costs
     if arguments.costs is not None:

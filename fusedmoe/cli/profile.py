@@ -34,8 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
         _show(measured, path)
         if arguments.json is not None:
             arguments.json.write_text(dump_with_digest(json.loads(measured.to_json()), 1) + "\n", encoding="utf-8")
-        if arguments.plot is not None:
-            plot(measured, arguments.plot)
     return 0
 
 
@@ -44,7 +42,7 @@ def _show(measured: Profile, path: Path) -> None:
     columns = ("", "n up to", "points", "α", "1 / β", "r²")
     table = make_table("α + β·n", columns, right=columns[1:])
     for name, line in measured.costs.lines.items():
-        points, unit = measured.points[name], _unit(name)
+        points, unit = measured.points[name], "FLOP" if name == "gemm" else "B"
         r2 = "" if line.r2 is None else f"{line.r2:.4f}"
         most, rate = format_scaled(points[-1][0], unit), format_scaled(line.per_s, f"{unit}/s")
         table.add_row(Text(printable(name)), most, str(len(points)), _format_time(line.alpha_s), rate, r2)
@@ -62,32 +60,3 @@ def _show(measured: Profile, path: Path) -> None:
 
 def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def _unit(name: str) -> str:
-    return "FLOP" if name == "gemm" else "B"
-
-
-def plot(measured: Profile, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    lines = measured.costs.lines
-    across, down = min(3, len(lines)), -(-len(lines) // 3)
-    figure = Figure(figsize=(4.2 * across, 3.6 * down + 0.5), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).flatten()
-    for panel in panels[len(lines) :]:
-        panel.set_axis_off()
-    for (name, line), panel in zip(lines.items(), panels, strict=False):
-        unit, size = ("GFLOP", 1e9) if name == "gemm" else ("MB", 1e6)
-        n, seconds = zip(*measured.points[name], strict=True)
-        ends = [0, n[-1]]
-        panel.plot([end / size for end in ends], [1e3 * line.seconds(end) for end in ends], color="#0a2f66", zorder=1)
-        panel.scatter([x / size for x in n], [1e3 * s for s in seconds], s=14, color="#ad380c", zorder=2)
-        r2 = "" if line.r2 is None else f", r² {line.r2:.4f}"
-        panel.set_title(
-            f"{name}\n{_format_time(line.alpha_s)} + n / ({format_scaled(line.per_s, _unit(name) + '/s')}){r2}", size=9
-        )
-        panel.set(xlabel=unit, ylabel="ms", xlim=(0, None), ylim=(0, None), axisbelow=True)
-        panel.grid(color="#e4e4e4", linewidth=0.6)
-    figure.suptitle(measured.costs.machine, fontsize=8)
-    figure.savefig(path, dpi=130)

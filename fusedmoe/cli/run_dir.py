@@ -21,7 +21,6 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import dump_with_digest, parse_json, read_text, write_text
-from fusedmoe.metrics import JsonLines
 
 #: Steps between gatherings of loads: a killed job loses at most this many steps of the log.
 GATHER_INTERVAL = 50
@@ -37,16 +36,14 @@ class RunDir:
         self.checkpoint, self.metrics = path / "checkpoint", path / "metrics.jsonl"
         self.loads, self.loads_figure_path = path / "loads.json", path / "loads.png"
         # Timeline of one step, and its comparison with the prediction as a table.
-        self.timeline_figure_path, self.trace, self.parts = (
-            path / "timeline.png",
-            path / "trace.json",
-            path / "parts.txt",
-        )
+        self.timeline_figure_path, self.trace = path / "timeline.png", path / "trace.json"
+        self.parts = path / "parts.txt"
         # Inputs of a resumed job.
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
 
     def write_metrics(self, step: int, record: dict[str, Any]) -> None:
-        JsonLines(self.metrics).write(step, record)
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **record}) + "\n")
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:
@@ -153,7 +150,7 @@ class LoadLog:
 
     def draw(self, title: str) -> None:
         if self._begun:
-            plot_loads(LoadTrace.from_json(read_text(self._path)), self._figure_path, title=title)
+            plot_loads(LoadTrace.from_json(read_text(self._path)), title=title).savefig(self._figure_path)
 
     def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
         if not self._begun:

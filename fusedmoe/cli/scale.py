@@ -7,29 +7,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusedmoe.cli.job import Launch, Sizes, choose_sizes
+from fusedmoe.cli.job import Launch, resolve_sizes
 from fusedmoe.cli.settings import Settings, describe
-from fusedmoe.cli.step_plans import (
-    followed_policy,
-    head_s,
-    machine_costs,
-    make_meta_model,
-    make_table,
-    planned_s,
-    plans_by_policy,
-    recomputed_pass,
-    step_tokens,
-    unplanned_gradients,
-)
+from fusedmoe.cli.step_plans import PlannedJob, followed_policy, machine_costs, make_meta_model, make_table
 from fusedmoe.errors import ConfigError, printable
-from fusedmoe.schedule import CostModel, simulate
+from fusedmoe.schedule import simulate
 from fusedmoe.schedule.draw import ms
 from fusedmoe.schedule.machines import Machine, scaling_ranks, slowest_rank_factor
 from fusedmoe.schedule.task import PHASES
@@ -40,43 +28,28 @@ if TYPE_CHECKING:
 _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"
 
 
-def machine_sizes_and_costs(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes, CostModel]:
-    if settings.dtype != machine.dtype:
-        raise ConfigError(f"--dtype {settings.dtype}: this machine model supports {machine.dtype} only")
-    sizes = choose_sizes(settings, Launch(0, ranks, 0, machine.node(ranks)))
-    experts = settings.model.with_experts(ranks, sizes.ep).experts
-    assert experts is not None
-    if experts % sizes.ep:
-        raise ConfigError(f"{experts} experts are not divisible by ep = {sizes.ep}; set --ep to a divisor of {experts}")
-    if settings.model.hidden % sizes.esp:
-        raise ConfigError(f"esp = {sizes.esp} does not divide the expert hidden dimension {settings.model.hidden}")
-    return sizes, machine_costs(machine, settings, sizes, ranks)
-
-
 def simulate_point(
     settings: Settings, machine: Machine, num_ranks: int, *, again: bool, show: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Simulate one step on `num_ranks` ranks, without a schedule ("sequential") and with the policy of the settings.
 
-    Returns facts by name. Exposed communication (`exposed_s`) is not overlapped with computation. Gradient all-reduces
-    after the step are of experts (`experts_s`) and of parameters of no MoE layer (`dense_after_s`). `slowest`: compute
-    time of the slowest rank relative to the mean.
+    Exposed communication (`exposed_s`) is not overlapped with computation. Gradient all-reduces after the step are of
+    experts (`experts_s`) and of parameters of no MoE layer (`dense_after_s`). `slowest`: compute time of the slowest
+    rank relative to the mean.
     """
-    sizes, costs = machine_sizes_and_costs(machine, settings, num_ranks)
-    settings = settings.changed({"model": settings.model.with_experts(num_ranks, sizes.ep)})
-    launch, policy = Launch(0, num_ranks, 0, sizes.ranks_per_node), followed_policy(settings, sizes)
-    meta, both = make_meta_model(settings), {"sequential", policy}
-    plans = plans_by_policy(settings, launch, sizes, costs, meta, policies=both, again=again, show=show)
-    plan = plans[policy].plan
-    none, timeline = (simulate(*plans[name]) for name in ("sequential", policy))
-    layers = len({task.layer for task in plan if task.layer is not None})
-    after = unplanned_gradients(settings, launch, sizes, costs, machine, meta)
-    fixed_s = after.seconds + head_s(settings, sizes, costs)
-    sequential_s, step_s = (planned_s(settings, plans[name]) + fixed_s for name in ("sequential", policy))
-    # Communication of forward passes that activation checkpoints repeat: exposed seconds of both plans, and all.
-    repeated = [recomputed_pass(settings, plans[name]) for name in ("sequential", policy)]
-    again_exposed_s = [0.0 if one is None else one.exposed_s() for one in repeated]
-    again_s = 0.0 if repeated[1] is None else sum(repeated[1].busy_s(link) for link in ("intra", "inter"))
+    sizes, settings = resolve_sizes(settings, Launch(0, num_ranks, 0, machine.node(num_ranks)))
+    costs = machine_costs(machine, settings, sizes, num_ranks)
+    job = PlannedJob(settings, num_ranks, sizes, costs, make_meta_model(settings), machine)
+    policy = followed_policy(settings, sizes)
+    plans = job.plans({"sequential", policy}, again=again, show=show)
+    both = [plans[name] for name in ("sequential", policy)]
+    timelines = [(simulate(*planned), job.recomputed_pass(planned)) for planned in both]
+    sequential_s, step_s = map(job.step_s, both)
+    after_s = sum(job.gradients_s.values())
+    sequential_exposed_s, exposed_s = (sum(part.exposed_s() for part in parts) + after_s for parts in timelines)
+    planned, repeated = (sum(part.busy_s(link) for link in ("intra", "inter")) for part in timelines[1])
+    degrees = both[1].plan.degrees
+    layers = range(settings.model.num_moe_layers)
     return {
         "ranks": num_ranks,
         **vars(sizes),
@@ -84,14 +57,14 @@ def simulate_point(
         "sequential_s": sequential_s,
         "step_s": step_s,
         "speed_up": sequential_s / step_s,
-        "tokens_per_s": step_tokens(settings, num_ranks, sizes.mp) / step_s,
-        "sequential_exposed_s": none.exposed_s() + again_exposed_s[0] + after.seconds,
-        "exposed_s": timeline.exposed_s() + again_exposed_s[1] + after.seconds,
-        "communication_s": sum(timeline.busy_s(link) for link in ("intra", "inter")) + again_s + after.seconds,
-        "dense_after_s": after.dense_s,
-        "experts_s": after.experts_s,
+        "tokens_per_s": job.tokens / step_s,
+        "sequential_exposed_s": sequential_exposed_s,
+        "exposed_s": exposed_s,
+        "communication_s": planned + repeated + after_s,
+        "dense_after_s": job.gradients_s["dense_s"],
+        "experts_s": job.gradients_s["experts_s"],
         "slowest": slowest_rank_factor(num_ranks, machine.spread.value),
-        "chunks": {phase: [plan.degrees.get((phase, layer), 1) for layer in range(layers)] for phase in PHASES},
+        "chunks": {phase: [degrees.get((phase, layer), 1) for layer in layers] for phase in PHASES},
     }
 
 
@@ -150,9 +123,6 @@ class Scale:
             soft_wrap=True,
         )
         console.print(figures_table(self._machine))
-
-    def draw(self, path: Path) -> None:
-        self.figure().savefig(path)
 
     def figure(self) -> Figure:
         from matplotlib.figure import Figure

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fusedmoe.errors import TIMEOUT_CURE, ConfigError, printable
 from fusedmoe.files import parse_json, read_text
 from fusedmoe.models.config import ALIASES, EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
-from fusedmoe.names import ACTIVATIONS, ALGORITHMS, GATES, ORDERS, PLACEMENT_BALANCES, PLACEMENT_POLICIES
+from fusedmoe.names import ACTIVATIONS, ALGORITHMS, FP8_WIRES, GATES, ORDERS, PLACEMENT_BALANCES, PLACEMENT_POLICIES
 from fusedmoe.schedule import POLICIES, CostModel
 
 DTYPES = ("fp32", "bf16", "fp64")
-WIRES = ("same", "bf16", "fp16")
+WIRES = ("same", "bf16", "fp16", *FP8_WIRES)
 DEVICES = ("auto", "cpu", "cuda")
 
 #: Values of `--placement`: "ep" (static), or a policy of `ShardedExperts` that moves and replicates experts.
@@ -256,7 +256,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("esp", "expert-sharding (ESP) size: ranks that share one expert", default_help="ranks per node"),
         Flag("mp", "model-parallel (MP) size of attention", default_help="ranks per node"),
         Flag("dispatch", "all-to-all algorithm", str, ALGORITHMS),
-        Flag("wire_dtype", "dtype of tokens during dispatch and combine", str, WIRES),
+        Flag(
+            "wire_dtype",
+            "dtype of tokens during dispatch and combine; fp8: dispatch only, fp8-both: both, each with scales",
+            str,
+            WIRES,
+        ),
         Flag("schedule", "schedule that overlaps communication with computation", str, schedules),
         Flag("placement", "expert placement: ep is static, others move and replicate experts", str, PLACEMENTS),
         Flag("placement_memory", "maximum number of expert replicas per rank and layer"),
@@ -289,28 +294,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("timeline_step", "steps before the step whose timeline is recorded"),
     ),
 }
-
-
-class Commands(Protocol):
-    """Result of `argparse.ArgumentParser.add_subparsers`."""
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-        """Create the parser of a command."""
-
-
-def add_parser(commands: Commands, name: str, text: str, epilog: str, module: str) -> argparse.ArgumentParser:
-    """Add a subcommand's parser. `text`: summary, blank line, description. `module`: its `run` executes the command."""
-    summary, _, description = text.partition("\n\n")
-    parser = commands.add_parser(
-        name,
-        help=summary[:1].lower() + summary[1:].removesuffix("."),
-        usage=f"fusedmoe {name} [FLAG ...]",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(module=module)
-    return parser
 
 
 #: Flags that affect a training step and its plan.

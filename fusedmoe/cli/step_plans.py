@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,14 @@ from rich.text import Text
 
 from fusedmoe import Topology
 from fusedmoe.blocks.pipeline import Along
-from fusedmoe.cli.job import WIRE_DTYPES, Launch, Sizes, make_model
+from fusedmoe.cli.job import WIRE_DTYPES, Sizes, make_model
 from fusedmoe.cli.settings import Settings
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.experts.networks import Place
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer, block_workload, make_experts, make_gate
+from fusedmoe.names import FP8_WIRES
 from fusedmoe.runtime.cache import cached_plans, machine_facts, read_cached_tasks
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule import (
@@ -32,16 +34,16 @@ from fusedmoe.schedule import (
     Plan,
     StepCosts,
     Workload,
-    makespan,
     step_plan,
     three_queues,
 )
+from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.refit import Row
-from fusedmoe.schedule.simulate import ROUNDING, simulate
+from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
 from fusedmoe.schedule.step import one_pass
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, chunk_times, pass_bound_s
 from fusedmoe.schedule.task import PHASES
@@ -140,50 +142,19 @@ def no_split_reason(settings: Settings) -> str | None:
     return None if make_gate(settings.model).splits else f"gate {settings.model.gate} needs the whole batch"
 
 
-def step_tokens(settings: Settings, ranks: int, mp: int) -> int:
-    return settings.model.batch * settings.model.seq_len * (ranks // mp)
-
-
 def compute_dtype(settings: Settings) -> torch.dtype:
     return _COMPUTE[settings.dtype]
 
 
 def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
-    return block_workload(settings.model, ep, esp, mp, travels.itemsize)
+    workload = block_workload(settings.model, ep, esp, mp, travels.itemsize)
+    wire = find_wire_format(settings.wire_dtype) if settings.wire_dtype in FP8_WIRES else None
+    return workload if wire is None else workload.encoded(*wire.element_bytes(workload.model_dim))
 
 
 def make_meta_model(settings: Settings) -> Transformer:
     return make_model(settings, settings.model, Topology(), torch.device("meta"))
-
-
-def step_costs(
-    settings: Settings,
-    launch: Launch,
-    sizes: Sizes,
-    costs: CostModel,
-    meta: Transformer | None = None,
-    *,
-    whole: bool = False,
-    external: bool = False,
-) -> StepCosts:
-    """Return the costs of a training step over the model's MoE layers. No communication.
-
-    `meta`: result of `make_meta_model`, if it exists already. `whole`: micro-batches can pass through whole layers.
-    `external`: another framework reduces all gradients, and micro-batches are cut from samples.
-    """
-    workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
-    model = settings.model
-    require_moe_layers(model)
-    meta = meta or make_meta_model(settings)
-    bucketed, _ = _reduced_bytes(meta, launch.ranks, sizes.mp)
-    kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
-    along: Along = "samples" if external else split_axis(settings, sizes.mp)
-    waits = whole and meta.pipeline_blocks(along).routes_first[0]
-    bucketed = [0] * len(bucketed) if external else bucketed
-    found = workload.step_costs(costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
-    # Measured backward tasks include the recomputation.
-    return _with_recomputed_dense(found) if settings.recompute and whole and found.loss_s is None else found
 
 
 def _with_recomputed_dense(costs: StepCosts) -> StepCosts:
@@ -224,76 +195,23 @@ def _reduced_bytes(meta: Transformer, ranks: int, mp: int) -> tuple[list[int], i
     return reduced_bytes(meta, ranks, mp, meta.dense_parameters())
 
 
-def head_s(settings: Settings, sizes: Sizes, costs: CostModel) -> float:
-    """Predict the seconds of the output head's matrix products, forward and backward, which no plan contains.
-
-    0 for a byte-level model (`vocab_size` is None), whose head is small.
-    """
-    model = settings.model
-    if model.vocab_size is None:
-        return 0.0
-    tokens = model.batch * model.seq_len / sizes.mp
-    # Forward, and gradients of input and weights.
-    return 3 * costs.line("gemm").seconds(2 * tokens * model.model_dim * model.vocab_size)
-
-
 def machine_costs(machine: Machine, settings: Settings, sizes: Sizes, ranks: int) -> CostModel:
     """Return the costs of a machine for the layout and the dispatch algorithm of a job ("2dh": in two levels)."""
+    model = settings.model.with_experts(ranks, sizes.ep)
+    assert model.experts is not None
+    if model.experts % sizes.ep:
+        raise ConfigError(
+            f"{model.experts} experts are not divisible by ep = {sizes.ep}; set --ep to a divisor of {model.experts}"
+        )
+    if model.hidden % sizes.esp:
+        raise ConfigError(f"esp = {sizes.esp} does not divide the expert hidden dimension {model.hidden}")
     share, ranks_per_node = None, max(1, sizes.ranks_per_node // sizes.esp)
     if settings.dispatch == "2dh" and sizes.ep > ranks_per_node:
-        model = settings.model.with_experts(ranks, sizes.ep)
         by_node, by_rank = (
             block_workload(model, ep, sizes.esp, sizes.mp, 1) for ep in (sizes.ep // ranks_per_node, sizes.ep)
         )
         share = by_node.share / by_rank.share
     return machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp, crossing_share=share)
-
-
-class UnplannedGradients(NamedTuple):
-    """Seconds of the gradient all-reduces that no plan contains and that follow every step.
-
-    Attributes:
-        dense_s: parameters of no MoE layer: embedding, head, blocks after the last MoE layer. All parameters outside
-            experts if another framework reduces them.
-        experts_s: experts that several ranks hold.
-    """
-
-    dense_s: float
-    experts_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.dense_s + self.experts_s
-
-
-def unplanned_gradients(
-    settings: Settings,
-    launch: Launch,
-    sizes: Sizes,
-    costs: CostModel,
-    machine: Machine | None = None,
-    meta: Transformer | None = None,
-    *,
-    external: bool = False,
-) -> UnplannedGradients:
-    """Predict the gradient all-reduces that no plan contains. No communication.
-
-    `machine` gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs`. `meta`, `external`: as for
-    `step_costs`.
-    """
-    meta = meta or make_meta_model(settings)
-    bucketed, rest = _reduced_bytes(meta, launch.ranks, sizes.mp)
-    reduced = [size for size in (rest, *(bucketed if external else ())) if size]
-    dense_s = sum(costs.line("all-reduce/dp").seconds(size) for size in reduced)
-    holders = launch.ranks // (sizes.ep * sizes.esp)
-    if holders == 1:
-        return UnplannedGradients(dense_s, 0.0)
-    assert settings.model.experts is not None
-    line = costs.line("all-reduce/dp")
-    if machine is not None:
-        line = machine.all_reduce(launch.ranks, holders, sizes.ep * sizes.esp)
-    layer_bytes = expert_bytes(settings, sizes) * settings.model.experts // sizes.ep
-    return UnplannedGradients(dense_s, len(list(meta.moe_layers())) * line.seconds(layer_bytes))
 
 
 class Planned(NamedTuple):
@@ -303,90 +221,174 @@ class Planned(NamedTuple):
     costs: StepCosts
 
 
-def recomputed_pass(settings: Settings, planned: Planned) -> Timeline | None:
-    """Return the forward passes that activation checkpoints run again in the backward pass; None without.
+@dataclass(frozen=True, eq=False)
+class PlannedJob:
+    """A job with its parallel sizes and costs, whose steps are planned and predicted without communication.
 
-    A checkpoint repeats its block's forward before the block's backward, dispatch and combine included. Steps in
-    micro-batches recompute dense parts in their backward tasks (`step_costs`).
+    Attributes:
+        meta: the job's model, by `make_meta_model`.
+        machine: gives the cost of the experts' all-reduce; None: "all-reduce/dp" of `costs`.
+        is_external: another framework reduces all gradients, and micro-batches are cut from samples.
+        micro_batches: per replica and step.
     """
-    if not settings.recompute or planned.costs.can_split or planned.costs.loss_s is not None:
-        return None
-    return simulate(one_pass(planned.plan, "forward"), planned.costs)
 
+    settings: Settings
+    ranks: int
+    sizes: Sizes
+    costs: CostModel
+    meta: Transformer
+    machine: Machine | None = None
+    is_external: bool = False
+    micro_batches: int = 1
 
-def planned_s(settings: Settings, planned: Planned) -> float:
-    """Return the seconds of a planned step, recomputed forward passes included."""
-    again = recomputed_pass(settings, planned)
-    return makespan(*planned) + (0.0 if again is None else again.end_s)
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step's micro-batches, one of each replica."""
+        return self.settings.model.batch * self.settings.model.seq_len * (self.ranks // self.sizes.mp)
 
+    def on(self, machine: Machine, **settings: Any) -> PlannedJob:
+        """Return the job on another machine or with other settings, with the costs of that machine."""
+        changed = replace(self.settings, **settings)
+        costs = machine_costs(machine, changed, self.sizes, self.ranks)
+        return replace(self, settings=changed, machine=machine, costs=costs)
 
-def recomputation_bound_s(settings: Settings, costs: StepCosts) -> float:
-    """Return a lower bound of the seconds of `recomputed_pass` for any plan."""
-    if not settings.recompute or costs.can_split or costs.loss_s is not None:
-        return 0.0
+    def step_costs(self, whole: bool = False) -> StepCosts:
+        """Return the costs of a step over the MoE layers. `whole`: micro-batches can pass through whole layers."""
+        settings, sizes, model = self.settings, self.sizes, self.settings.model
+        workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
+        require_moe_layers(model)
+        bucketed, _ = _reduced_bytes(self.meta, self.ranks, sizes.mp)
+        bucketed = [0] * len(bucketed) if self.is_external else bucketed
+        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
+        along: Along = "samples" if self.is_external else split_axis(settings, sizes.mp)
+        waits = whole and self.meta.pipeline_blocks(along).routes_first[0]
+        found = workload.step_costs(self.costs, bucketed, kinds, whole=whole, waits=waits, before=_dense_blocks(model))
+        # Measured backward tasks include the recomputation.
+        return _with_recomputed_dense(found) if settings.recompute and whole and found.loss_s is None else found
 
-    def least_s(layer: LayerCosts) -> float:
-        passes_s = (
-            pass_bound_s(degree, chunk_times(layer.chunks["forward"], degree), contention=costs.contention)
-            for degree in range(1, MAX_DEGREE + 1)
-        )
-        return layer.dense_total_s("forward") + min(passes_s)
+    def plans(
+        self,
+        policies: Collection[str] = POLICIES,
+        *,
+        again: bool = False,
+        show: Callable[[int, int], None] | None = None,
+    ) -> dict[str, Planned]:
+        """Return the plans of a step by these policies that training could execute.
 
-    return sum(map(least_s, costs.layers))
+        Policies for whole models split layers if possible; other policies plan each layer separately. "auto" is the
+        plan of layers with schedule="auto" in an external framework. If training follows no plan, the result has only
+        "sequential". `show` is called with completed and total work.
+        """
+        settings, sizes, layered = self.settings, self.sizes, self.step_costs()
+        if not follows_plan(settings, sizes.ep, sizes.esp):
+            return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
+        can_split = no_split_reason(settings) is None
+        whole = [name for name in POLICIES if name in policies and POLICIES[name].uses_micro_batches and can_split]
+        by_layer = [name for name in layer_policies() if name in policies and name not in whole]
+        plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
+        if whole:
+            split = self.step_costs(whole=True)
+            limit = settings.model.batch if self.is_external else micro_batch_axis_size(settings, sizes.mp)
+            found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
+            plans |= {name: Planned(plan, split) for name, plan in found.items()}
+        if self.is_external:
+            plans["auto"] = Planned(POLICIES["joint"].plan(layered), layered)
+        # A policy for single layers may be faster than the joint plan.
+        if "joint" in plans:
+            steps_s = {name: self._batch_s(planned) for name, planned in plans.items()}
+            fastest = min(steps_s, key=steps_s.__getitem__)
+            if steps_s[fastest] < steps_s["joint"] * (1 - ROUNDING):
+                plans["joint"] = plans[fastest]
+        for name, planned in plans.items():
+            kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if planned.costs.can_split else "step")
+            require_runnable(planned.plan, kinds, f"the plan by {name}")
+        return plans
+
+    def step_s(self, planned: Planned) -> float:
+        """Return the seconds of a step of all micro-batches, recomputed forward passes included."""
+        return self.micro_batches * self._batch_s(planned) + self.unplanned_s
+
+    def bound_s(self, plans: Iterable[Planned]) -> float:
+        """Return a lower bound of the seconds of a step by any plan with the costs of these."""
+        # Policies for layers and for whole blocks have different costs: take the smaller bound.
+        distinct = {id(planned.costs): planned.costs for planned in plans}.values()
+        batch_s = min(bound_s(costs) + self._recomputation_bound_s(costs) for costs in distinct)
+        return self.micro_batches * batch_s + self.unplanned_s
+
+    def recomputed_pass(self, planned: Planned) -> Timeline:
+        """Return the forward passes that activation checkpoints run again in the backward pass; empty without.
+
+        A checkpoint repeats its block's forward before the block's backward, dispatch and combine included. Steps in
+        micro-batches recompute dense parts in their backward tasks (`step_costs`).
+        """
+        if not self._repeats_forward(planned.costs):
+            return Timeline(0, (), "predicted")
+        return simulate(one_pass(planned.plan, "forward"), planned.costs)
+
+    @property
+    def unplanned_s(self) -> float:
+        """Seconds of a step that no plan contains: gradients, and the output head of all micro-batches."""
+        return sum(self.gradients_s.values()) + self.micro_batches * self.head_s
+
+    @cached_property
+    def gradients_s(self) -> dict[str, float]:
+        """Seconds of the gradient all-reduces that no plan contains and that follow every step.
+
+        "dense_s": parameters of no MoE layer (embedding, head, blocks after the last MoE layer), or all parameters
+        outside experts if another framework reduces them. "experts_s": experts that several ranks hold.
+        """
+        settings, sizes = self.settings, self.sizes
+        bucketed, rest = _reduced_bytes(self.meta, self.ranks, sizes.mp)
+        reduced = [size for size in (rest, *(bucketed if self.is_external else ())) if size]
+        dense_s = sum(self.costs.line("all-reduce/dp").seconds(size) for size in reduced)
+        holders = self.ranks // (sizes.ep * sizes.esp)
+        if holders == 1:
+            return {"dense_s": dense_s, "experts_s": 0.0}
+        assert settings.model.experts is not None
+        if self.machine is None:
+            line = self.costs.line("all-reduce/dp")
+        else:
+            line = self.machine.all_reduce(self.ranks, holders, sizes.ep * sizes.esp)
+        layer_bytes = expert_bytes(settings, sizes) * settings.model.experts // sizes.ep
+        return {"dense_s": dense_s, "experts_s": settings.model.num_moe_layers * line.seconds(layer_bytes)}
+
+    @property
+    def head_s(self) -> float:
+        """Seconds of the output head's matrix products, forward and backward.
+
+        0 for a byte-level model (`vocab_size` is None), whose head is small.
+        """
+        model = self.settings.model
+        if model.vocab_size is None:
+            return 0.0
+        tokens = model.batch * model.seq_len / self.sizes.mp
+        # Forward, and gradients of input and weights.
+        return 3 * self.costs.line("gemm").seconds(2 * tokens * model.model_dim * model.vocab_size)
+
+    def _batch_s(self, planned: Planned) -> float:
+        return makespan(*planned) + self.recomputed_pass(planned).end_s
+
+    def _repeats_forward(self, costs: StepCosts) -> bool:
+        return self.settings.recompute and not costs.can_split and costs.loss_s is None
+
+    def _recomputation_bound_s(self, costs: StepCosts) -> float:
+        """Return a lower bound of the seconds of `recomputed_pass` for any plan."""
+        if not self._repeats_forward(costs):
+            return 0.0
+
+        def least_s(layer: LayerCosts) -> float:
+            passes_s = (
+                pass_bound_s(degree, chunk_times(layer.chunks["forward"], degree), contention=costs.contention)
+                for degree in range(1, MAX_DEGREE + 1)
+            )
+            return layer.dense_total_s("forward") + min(passes_s)
+
+        return sum(map(least_s, costs.layers))
 
 
 def followed_policy(settings: Settings, sizes: Sizes) -> str:
     """Return the policy that training follows; "sequential" if steps follow no plan."""
     return selected_policy(settings) if follows_plan(settings, sizes.ep, sizes.esp) else "sequential"
-
-
-def plans_by_policy(
-    settings: Settings,
-    launch: Launch,
-    sizes: Sizes,
-    costs: CostModel,
-    meta: Transformer | None = None,
-    *,
-    policies: Collection[str] | None = None,
-    again: bool = False,
-    show: Callable[[int, int], None] | None = None,
-    external: bool = False,
-) -> dict[str, Planned]:
-    """Return the plans of a step by these policies (None: all) that training could execute.
-
-    Policies for whole models split layers if possible; other policies plan each layer separately. "auto" is the plan
-    of layers with schedule="auto" in an `external` framework (`step_costs`). If training follows no plan, the result
-    has only "sequential". `show` is called with completed and total work.
-    """
-    policies = POLICIES if policies is None else policies
-    meta = meta or make_meta_model(settings)
-    layered = step_costs(settings, launch, sizes, costs, meta, external=external)
-    if not follows_plan(settings, sizes.ep, sizes.esp):
-        return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
-    whole = [
-        name
-        for name in POLICIES
-        if name in policies and POLICIES[name].uses_micro_batches and no_split_reason(settings) is None
-    ]
-    by_layer = [name for name in layer_policies() if name in policies and name not in whole]
-    plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
-    if whole:
-        split = step_costs(settings, launch, sizes, costs, meta, whole=True, external=external)
-        limit = settings.model.batch if external else micro_batch_axis_size(settings, sizes.mp)
-        found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
-        plans |= {name: Planned(plan, split) for name, plan in found.items()}
-    if external:
-        plans["auto"] = Planned(POLICIES["joint"].plan(layered), layered)
-    # A policy for single layers may be faster than the joint plan.
-    if "joint" in plans:
-        steps_s = {name: planned_s(settings, planned) for name, planned in plans.items()}
-        fastest = min(steps_s, key=steps_s.__getitem__)
-        if steps_s[fastest] < steps_s["joint"] * (1 - ROUNDING):
-            plans["joint"] = plans[fastest]
-    for name, planned in plans.items():
-        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if planned.costs.can_split else "step")
-        require_runnable(planned.plan, kinds, f"the plan by {name}")
-    return plans
 
 
 def expert_bytes(settings: Settings, sizes: Sizes) -> int:

@@ -11,21 +11,23 @@ from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, command_group, format_ranks, resolve_sizes
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
+    PlannedJob,
     compute_dtype,
     describe_costs,
     followed_policy,
     follows_plan,
     format_rows,
-    step_costs,
+    make_meta_model,
 )
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.schedule import POLICIES, Plan, StepCosts, draw, makespan, simulate
+from fusedmoe.schedule import POLICIES, Plan, StepCosts, draw, simulate
 from fusedmoe.schedule.draw import MAX_TIMELINES
 from fusedmoe.schedule.machines import measured_spread
 from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import TaskKind
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if follows_plan(settings, sizes.ep, sizes.esp):
             planned = trainer.set_plan(costs if given else trainer.with_measured_times(costs))
         else:
-            step = step_costs(settings, launch, sizes, costs)
+            step = PlannedJob(settings, launch.ranks, sizes, costs, make_meta_model(settings)).step_costs()
             planned = POLICIES["sequential"].plan(step), step
         numbers = range(_WARM_UP + arguments.steps)
         own = [trainer.recorded_step(number)[1] for number in numbers][_WARM_UP:]
@@ -58,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         by_step = [list(timelines) for timelines in zip(*ranks, strict=True)]
         # The cost model may lack the optimizer.
         if planned[1].optimizer_s is None:
-            by_step = [[_without_optimizer(timeline) for timeline in timelines] for timelines in by_step]
+            for timelines in by_step:
+                for place, timeline in enumerate(timelines):
+                    spans = (span for span in timeline.spans if span.kind != TaskKind.OPTIMIZER)
+                    timelines[place] = replace(timeline, spans=tuple(spans))
         # Other load on the machine may disturb any single step.
         middle = sorted(by_step, key=_step_s)[(len(by_step) - 1) // 2]
         schedule = f"schedule {settings.schedule}"
@@ -79,10 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         _show(compare(*planned, middle), refitted_s, simulate(*planned), middle, steps_s)
         print(printable(f"{arguments.png}, {arguments.json}"))
     return 0
-
-
-def _without_optimizer(timeline: Timeline) -> Timeline:
-    return replace(timeline, spans=tuple(span for span in timeline.spans if span.kind != TaskKind.OPTIMIZER))
 
 
 def _step_s(timelines: Sequence[Timeline]) -> float:

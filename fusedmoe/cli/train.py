@@ -9,7 +9,7 @@ import shlex
 import time
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,11 +26,20 @@ from fusedmoe.cli.job import (
     process_group,
     resolve_sizes,
 )
-from fusedmoe.cli.restart import Attempt, describe_restart, find_attempt, write_launch
+from fusedmoe.cli.restart import (
+    Attempt,
+    Survivor,
+    check_launcher,
+    describe_restart,
+    end_with_launcher,
+    exit_for_restart,
+    find_attempt,
+    sizes_for_ranks,
+    write_launch,
+)
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_settings
 from fusedmoe.cli.step_plans import compute_dtype, followed_policy, follows_plan, format_rows
-from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, exit_for_restart, sizes_for_ranks
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.environment import launch_command
@@ -91,22 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
                 if survivor is not None:
                     survivor.join(topology)
                 job = TrainingJob(settings, launch, sizes, topology, device, stop_request, survivor, attempt)
-                verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
+                last_line, code = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
         except RankError as error:
             if survivor is None:
                 raise
             # An orderly shutdown would take minutes.
             exit_for_restart(topology, error)
     if launch.rank == 0:
-        print(printable(verdict.last_line), flush=True)
-    return verdict.code
-
-
-class JobEnd(NamedTuple):
-    """Last printed line and exit code of a job."""
-
-    last_line: str
-    code: int
+        print(printable(last_line), flush=True)
+    return code
 
 
 class TrainingJob:
@@ -132,8 +134,11 @@ class TrainingJob:
         self._gemm_flop_per_s: float | None = None
         self._saved: int | None = None  # step of the last checkpoint; None while a save may replace it
 
-    def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
-        """Train until the last step, `stop_at` or a stop request. After the last step, compute the held-out loss."""
+    def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> tuple[str, int]:
+        """Train until the last step, `stop_at` or a stop request. Return the last line to print, and the exit code.
+
+        After the last step, compute the held-out loss.
+        """
         self.corpus = self._corpus()
         batches_per_step = None if self.survivor is None else self.survivor.batches_per_step
         self.trainer = Trainer(
@@ -142,7 +147,7 @@ class TrainingJob:
         with closing(self.trainer):
             return self._run(run_dir, resume, stop_at)
 
-    def _run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
+    def _run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> tuple[str, int]:
         settings, topology = self.settings, self.topology
         done = 0
         # A note in memory has priority over --resume: it belongs to the same job and is never older than the disk.
@@ -191,11 +196,11 @@ class TrainingJob:
         if loss is None:
             again = f"Continue with: {self._resume_command()}"
             code = STOPPED if self.stop_request.is_requested else 0
-            return JobEnd(f"stopped after step {done} of {settings.steps}, checkpoint saved. {again}", code)
+            return f"stopped after step {done} of {settings.steps}, checkpoint saved. {again}", code
         if topology.is_first:
             self.folder.write_metrics(done, {"held_out_loss": loss})
             print(printable(f"run folder: {self.folder.path}"))
-        return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
+        return f"held-out loss: {loss:.4f} nats per byte", 0
 
     def _resume_command(self) -> str:
         arguments = f"train --resume {shlex.quote(str(self.folder.path))}"

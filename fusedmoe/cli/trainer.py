@@ -31,11 +31,12 @@ from fusedmoe.cli.step_plans import (
 )
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.errors import RankError
+from fusedmoe.models.config import BYTES
 from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_task_times
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.schedule import POLICIES, CostModel, Plan, StepCosts, Workload, simulate
+from fusedmoe.schedule import POLICIES, CostModel, Plan, StepCosts, simulate
 from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.plan_chooser import PlanChooser
@@ -86,7 +87,7 @@ class Trainer:
     ) -> None:
         model = settings.model
         self.batches_per_step = batches_per_step or topology.dp.size
-        mask = model.mask if model.objective == "masked" else None
+        mask = BYTES if model.objective == "masked" else None
         self._settings, self._topology, self._device, self._stop_request = settings, topology, device, stop_request
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
@@ -109,12 +110,7 @@ class Trainer:
         With "auto" and "flowmoe", plans are tried in the first steps until the fastest is found. See `tune_step` for
         `resumed`, `tell` and `measure`.
         """
-        settings, blocks = self._settings, self._blocks
-        more: dict[str, Any] = {}
-        if blocks is not None:
-            more = {"blocks": blocks, "samples": micro_batch_axis_size(settings, self._topology.mp.size)}
-        more["dense"] = self.model.dense_parameters()
-        step = PlannedStep(self.model, self._topology, costs, self._workload, **more)
+        settings, step = self._settings, self._planned_step(costs, self._blocks)
         if settings.schedule in TUNED_POLICIES:
             self.tuning = tune_step(step, settings.schedule, measure=measure, resumed=resumed, tell=tell)
             candidate = self.tuning.now
@@ -172,9 +168,7 @@ class Trainer:
         return found
 
     def _measure_tasks(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
-        topology, workload = self._topology, self._workload
-        dense = self.model.dense_parameters()
-        step = PlannedStep(self.model, topology, costs, workload, blocks=blocks, dense=dense)
+        topology, step = self._topology, self._planned_step(costs, blocks)
         self._buckets = step.buckets
         plans = measurement_plans(step.costs, micro_batch_axis_size(self._settings, topology.mp.size))
 
@@ -184,7 +178,7 @@ class Trainer:
 
         with self._preserve_state():
             observed = observe_steps(topology, plans, step.costs, run, budget_s)
-        return replace(observed, rows=workload.rows)
+        return replace(observed, rows=step.workload.rows)
 
     @contextmanager
     def _preserve_state(self) -> Iterator[None]:
@@ -205,64 +199,18 @@ class Trainer:
         axis = split_axis(self._settings, self._topology.mp.size)
         return self.model.pipeline_blocks(axis) if uses_micro_batches(self._settings) else None
 
-    @property
-    def _workload(self) -> Workload:
-        topology = self._topology
-        return step_workload(self._settings, topology.ep.size, topology.esp.size, topology.mp.size)
+    def _planned_step(self, costs: CostModel, blocks: PipelinedBlocks | None) -> PlannedStep:
+        settings, topology, dense = self._settings, self._topology, self.model.dense_parameters()
+        workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
+        samples = None if blocks is None else micro_batch_axis_size(settings, topology.mp.size)
+        return PlannedStep(self.model, topology, costs, workload, blocks=blocks, samples=samples, dense=dense)
 
     def close(self) -> None:
         if self.sharded_experts is not None:
             self.sharded_experts.close()
 
-    def step(self, step: int) -> StepReport:
+    def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
         """Run one training step, counted from 0. Collective over all ranks."""
-        return self._step(step, None)
-
-    def exclude_next_step(self) -> None:
-        """Exclude the next step from plan tuning: other work may have slowed it."""
-        if self.tuning is not None:
-            self.tuning.skip()
-
-    def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
-        """Run one step like `step` and also return this rank's timeline. Excludes the next step from plan tuning."""
-        recorder = Recorder(self._topology.rank, device=self._device)
-        self.model.record(recorder)
-        try:
-            return self._step(step, recorder), recorder.timeline()
-        finally:
-            self.model.record(None)
-            self.exclude_next_step()
-
-    def load_LE(self) -> Tensor | None:
-        """Return [L, E]: this rank's choices by layer and expert in the last step; None without MoE layers."""
-        loads = [layer.load_E for layer in self.model.moe_layers()]
-        return torch.stack(loads) if loads else None
-
-    def held_out_loss(self) -> float | None:
-        """Return the loss in nats per (masked) byte of fixed windows; None after a stop request. Collective."""
-        settings, topology = self._settings, self._topology
-        # Some gates (for example random) draw numbers in evaluation too.
-        self._seed("held out", 0)
-        self.model.eval()
-        nats = targets = 0.0
-        batches = settings.eval_batches * self.batches_per_step
-        for index in range(-(-batches // topology.dp.size)):
-            # All ranks must run the same number of forward passes.
-            place = index * topology.dp.size + topology.dp.index
-            batch = self._held_out.held_out_batch(place % batches, batches)
-            with torch.no_grad():
-                loss = self._loss(batch)
-            # All ranks of an MP group count the same targets.
-            count = loss.targets / topology.mp.size * (place < batches)
-            total = loss.nats * loss.targets * (place < batches)
-            part, number, stop = self._sum(total, count, float(self._stop_request.is_requested))
-            if stop:
-                return None
-            nats, targets = nats + part, targets + number
-        self.model.train()
-        return nats / targets
-
-    def _step(self, step: int, recorder: Recorder | None) -> StepReport:
         settings, topology = self._settings, self._topology
         began = time.perf_counter()
         self._seed("step", step)
@@ -315,6 +263,50 @@ class Trainer:
             seconds=seconds,
             is_stopping=stop > 0,
         )
+
+    def exclude_next_step(self) -> None:
+        """Exclude the next step from plan tuning: other work may have slowed it."""
+        if self.tuning is not None:
+            self.tuning.skip()
+
+    def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
+        """Run one step like `step` and also return this rank's timeline. Excludes the next step from plan tuning."""
+        recorder = Recorder(self._topology.rank, device=self._device)
+        self.model.record(recorder)
+        try:
+            return self.step(step, recorder), recorder.timeline()
+        finally:
+            self.model.record(None)
+            self.exclude_next_step()
+
+    def load_LE(self) -> Tensor | None:
+        """Return [L, E]: this rank's choices by layer and expert in the last step; None without MoE layers."""
+        loads = [layer.load_E for layer in self.model.moe_layers()]
+        return torch.stack(loads) if loads else None
+
+    def held_out_loss(self) -> float | None:
+        """Return the loss in nats per (masked) byte of fixed windows; None after a stop request. Collective."""
+        settings, topology = self._settings, self._topology
+        # Some gates (for example random) draw numbers in evaluation too.
+        self._seed("held out", 0)
+        self.model.eval()
+        nats = targets = 0.0
+        batches = settings.eval_batches * self.batches_per_step
+        for index in range(-(-batches // topology.dp.size)):
+            # All ranks must run the same number of forward passes.
+            place = index * topology.dp.size + topology.dp.index
+            batch = self._held_out.held_out_batch(place % batches, batches)
+            with torch.no_grad():
+                loss = self._loss(batch)
+            # All ranks of an MP group count the same targets.
+            count = loss.targets / topology.mp.size * (place < batches)
+            total = loss.nats * loss.targets * (place < batches)
+            part, number, stop = self._sum(total, count, float(self._stop_request.is_requested))
+            if stop:
+                return None
+            nats, targets = nats + part, targets + number
+        self.model.train()
+        return nats / targets
 
     def _own_batches(self) -> Iterator[tuple[int, float, bool]]:
         """Yield this rank's batches of a step: number, weight in the gradient, and whether it is the last.

@@ -26,6 +26,7 @@ from fusedmoe.comm.failure.blame import foreign_data_error
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import TokenCounts
 from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.wire_format import WireFormat
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import SentTokens, deduplicate_tokens
 from fusedmoe.kernels.gather_sum import gather_sum, permute
@@ -42,13 +43,17 @@ class Traffic:
 
 
 class AllToAll:
-    """All-to-all over the ranks of `group`."""
+    """All-to-all over the ranks of `group`.
+
+    `wire`: format in which callers encode rows of tokens before they exchange them; None: the tensors' own dtype.
+    """
 
     group: Group
+    wire: WireFormat | None = None
 
     @property
     def identity(self) -> str:
-        """Algorithm and process groups. Algorithms with equal identities can share a compiled graph."""
+        """Algorithm, process groups and format. Algorithms with equal identities can share a compiled graph."""
         raise NotImplementedError
 
     def select_tokens(self, layout: Layout, forwards: bool) -> tuple[SentTokens, TokenCounts | None]:
@@ -78,8 +83,10 @@ class AllToAll:
         raise NotImplementedError
 
 
-def make_all_to_all(name: str, topology: Topology) -> AllToAll:
+def make_all_to_all(name: str, topology: Topology, wire: WireFormat | None = None) -> AllToAll:
     """Return the named algorithm over the expert-parallel group. Collective for two-level algorithms.
+
+    `wire`: format of the rows; None: the tensors' own dtype.
 
     Raises:
         ConfigError: unknown name, or nodes with unequal numbers of the group's ranks.
@@ -90,8 +97,9 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
             "instance of a subclass of fusedmoe.Dispatcher"
         )
     group = topology.ep
+    wire = wire and wire.over_ranks(group.size, topology.esp.size)
     if name == "direct":
-        return Direct(group)
+        return Direct(group, wire)
     # All ranks must raise if one does, so check all ep groups.
     groups = [group.ranks] if topology.expert_grid is None else topology.expert_grid.transpose(1, 2).flatten(0, 1)
     for ranks in (tuple(int(rank) for rank in each) for each in groups):
@@ -107,7 +115,11 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     inter_node_group = None
     if name == "2dh" or local_rank == 0:
         inter_node_group = topology.subgroup("ep across nodes", tuple(ranks[local_rank] for ranks in grid))
-    return TwoLevel(group, intra_node_group, inter_node_group, len(grid), name == "1dh")
+    return TwoLevel(group, intra_node_group, inter_node_group, len(grid), name == "1dh", wire)
+
+
+def _in_format(wire: WireFormat | None) -> str:
+    return "" if wire is None else f" in {wire}"
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
@@ -122,10 +134,11 @@ class Direct(AllToAll):
     """A single all-to-all collective over the whole group."""
 
     group: Group
+    wire: WireFormat | None = None
 
     @property
     def identity(self) -> str:
-        return f"direct over {self.group.identity}"
+        return f"direct over {self.group.identity}{_in_format(self.wire)}"
 
     def make_traffic(self, send: list[int], recv: list[int]) -> Traffic:
         return Traffic(send, recv)
@@ -168,6 +181,7 @@ class TwoLevel(AllToAll):
     inter_node_group: Group | None
     num_nodes: int
     has_leader: bool
+    wire: WireFormat | None = None
 
     @property
     def name(self) -> str:
@@ -177,7 +191,7 @@ class TwoLevel(AllToAll):
     def identity(self) -> str:
         groups = (self.group, self.intra_node_group, self.inter_node_group)
         identities = ", ".join(group.identity for group in groups if group is not None)
-        return f"{self.name} over {identities}, {self.num_nodes} nodes"
+        return f"{self.name} over {identities}, {self.num_nodes} nodes{_in_format(self.wire)}"
 
     def select_tokens(self, layout: Layout, forwards: bool) -> tuple[SentTokens, TokenCounts | None]:
         sent, tokens = super().select_tokens(layout, forwards)
@@ -296,6 +310,8 @@ class TwoLevel(AllToAll):
         if self.inter_node_group is None:
             return rows
         if traffic.forwarding_layout is not None:
+            if self.wire is not None and self.wire.encodes_results:
+                return self.wire.sum_encoded(rows, traffic.forwarding_layout)
             return gather_sum(rows, traffic.forwarding_layout)
         return transpose_blocks(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
 

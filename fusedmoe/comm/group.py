@@ -32,7 +32,7 @@ import torch.distributed as dist
 from fusedmoe.comm.failure.blame import connection_lost_error
 from fusedmoe.comm.failure.board import Board, restart_count
 from fusedmoe.comm.fixed_timeout_store import FixedTimeoutStore
-from fusedmoe.compat.torch import default_store, destroy_group, make_group, register_group, set_timeout
+from fusedmoe.compat.torch import default_store, destroy_group, make_group, register_group
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.handles import GraphHandle
 from fusedmoe.threads import POLL_S, WorkerThread
@@ -278,7 +278,7 @@ def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.Pro
                     board.record_wait(f"{operation} over {where}", ranks)
                     has_recorded_wait = True
             handle = creation.result(0.0)
-            set_timeout(timeout, handle)
+            handle.set_timeout(timeout)
             if has_recorded_wait:
                 board.record_wait("")
     except (RuntimeError, NotDone) as error:
@@ -333,7 +333,7 @@ def bound_collectives(group: Group, operation: str) -> Iterator[None]:
     if handle is None:
         yield
         return
-    set_timeout(timedelta(seconds=job.timeout_s), handle)
+    handle.set_timeout(timedelta(seconds=job.timeout_s))
     try:
         with group.board.recorded_wait(f"{operation} over the {group}", group.ranks):
             yield
@@ -349,7 +349,7 @@ def bound_collectives(group: Group, operation: str) -> Iterator[None]:
             group.board, group.ranks, operation, f"the {group}", reason, exit_s, absent
         ) from error
     finally:
-        set_timeout(_backend_timeout(job), handle)
+        handle.set_timeout(_backend_timeout(job))
 
 
 def _connect_timeout(timeout: timedelta) -> timedelta:

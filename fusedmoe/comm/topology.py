@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -17,7 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedmoe import environment
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure.board import Board, post_uncaught_exceptions
-from fusedmoe.comm.group import Group, GroupNumber, Job, PooledGroup, process_groups, set_nccl_launch_order
+from fusedmoe.comm.group import (
+    Group,
+    GroupNumber,
+    Job,
+    PooledGroup,
+    device_backend,
+    process_groups,
+    set_nccl_launch_order,
+)
 from fusedmoe.comm.job_identity import read_identity, require_one_job
 from fusedmoe.compat.torch import default_store, graph_task_id, is_early_stop
 from fusedmoe.errors import ConfigError, RankError
@@ -441,8 +450,15 @@ def _join_job(timeout_s: float, arguments: str, ranks: Sequence[int] | None = No
     ranks = range(_world_size()) if ranks is None else ranks
     if len(ranks) == 1:
         return Job(timeout_s=timeout_s), None
+    default: Any = dist.group.WORLD
     if dist.get_backend() == "nccl":
         set_nccl_launch_order()
+    elif torch.cuda.is_available() and device_backend(default, "cuda") == "nccl":
+        warnings.warn(
+            "topology: init_process_group() without a backend made groups of both Gloo and NCCL. On GPUs fusedmoe then "
+            'waits on the host for each collective, and schedules cannot overlap: call init_process_group("nccl")',
+            stacklevel=3,
+        )
     rank = dist.get_rank()
     board = Board(default_store(), rank)
     post_uncaught_exceptions(board)

@@ -7,7 +7,9 @@ of changing results.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection
+from importlib import metadata
 from typing import Any
 
 
@@ -43,3 +45,26 @@ def require_parameters(
             f"fusedmoe replaces {function.__qualname__}({', '.join((*names, *keywords))}). {library} {version} has the "
             f"parameters ({', '.join(found)}) there. Install {library} {checked}."
         )
+
+
+def require_version(package: str, least: str, below: str, who: str) -> None:
+    """Raise ImportError, with the pip command, for a missing package or an untested version.
+
+    Args:
+        package: name in the package index.
+        least, below: first supported and first unsupported version.
+        who: module of this library that needs the package.
+    """
+    wanted = f"'{package}>={least},<{below}'"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"{who} needs {package}, which is not installed: pip install {wanted}") from None
+    if not _numbers(least) <= _numbers(found) < _numbers(below):
+        raise ImportError(f"{who} supports {package} >= {least}, < {below}; found {found}: pip install {wanted}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release; 5.24.0rc1 counts as 5.24.0."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

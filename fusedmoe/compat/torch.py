@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,17 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd import Variable, forward_ad, profiler
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as _module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fusedmoe.compat import require_names
+from fusedmoe.compat import require_names, require_parameters
 from fusedmoe.errors import ConfigError
 
 CHECKED = "2.11 to 2.15"
+VERSIONS = ("torch", torch.__version__, CHECKED)
 _TESTED_BELOW = (2, 16)
 
 _C: Any = torch._C
@@ -41,10 +44,7 @@ _DISPATCH = (
     *("_current_graph_task_id", "_dispatch_tls_is_dispatch_key_excluded", "_dispatch_tls_set_dispatch_key_excluded"),
     "_is_fwd_grad_enabled",
 )
-_HOOKS = (
-    *("_top_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks", "_push_saved_tensors_default_hooks"),
-    "_saved_tensors_hooks_is_enabled",
-)
+_HOOKS = ("_top_saved_tensors_default_hooks", "_saved_tensors_hooks_is_enabled")
 _WRAPPER = ("_pre_forward", "_set_params_and_buffers_to_ignore_for_model")
 for _owner, _names in (
     (torch.cuda, ("_compile_kernel",)),
@@ -53,21 +53,20 @@ for _owner, _names in (
     (_C._distributed_c10d, ("_SymmetricMemory",)),
     (_C._profiler, ("_ExperimentalConfig",)),
     (torch.autograd.function, ("BackwardCFunction",)),
-    (torch.fx.graph, ("_BoxedCodeGen",)),
     (forward_ad, ("_current_level",)),
     (profiler, ("_is_profiler_enabled",)),
     (_engine, ("queue_callback",)),
     (Tensor, ("_version",)),
     (nn.Module, ("_compiled_call_impl",)),
     (DistributedDataParallel, _WRAPPER),
+    (averaging, ("average_parameters",)),
     (_c10d, ("_new_process_group_helper", "_world")),
-    (_c10d, ("set_timeout",) if hasattr(_c10d, "set_timeout") else ("_set_pg_timeout",)),
     (_c10d._world, ("pg_group_ranks", "pg_map", "pg_names", "pg_to_tag", "tags_to_pg")),
     (TorchDispatchMode, ("__torch_dispatch__", "__enter__", "__exit__")),
     (torch.ops.c10d, ("allreduce_", "alltoall_base_")),
     (torch.ops.aten.view.default, ("_schema",)),
 ):
-    require_names("torch", torch.__version__, CHECKED, _owner, *_names)
+    require_names(*VERSIONS, _owner, *_names)
 
 if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= _TESTED_BELOW:
     warnings.warn(f"fusedmoe was tested with PyTorch {CHECKED}; this is {torch.__version__}", stacklevel=2)
@@ -143,11 +142,6 @@ def compile_passes(
     return compiled
 
 
-def generate_boxed(graph: torch.fx.Graph) -> None:
-    """Generate code that takes a graph's inputs as a list and empties it, to free inputs after their last use."""
-    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
-
-
 def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
@@ -187,10 +181,6 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     tag = _c10d._world.pg_to_tag.get(group)
     dist.destroy_process_group(group)
     _c10d._world.tags_to_pg.pop(tag, None)
-
-
-def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    (getattr(_c10d, "set_timeout", None) or _c10d._set_pg_timeout)(timeout, group)  # public from PyTorch 2.14 on
 
 
 class WatchedDataParallel(DistributedDataParallel):
@@ -334,12 +324,12 @@ def without_saved_tensor_hooks(only_checkpoints: bool = False) -> Iterator[list[
         while is_enabled and (top := saved_tensor_hooks(True)) is not None:
             if only_checkpoints and not is_checkpoint_hook(top[0]):
                 break
-            _C._autograd._pop_saved_tensors_default_hooks()
+            saved_tensors_hooks(*top).__exit__()
             hooks.append(top)
         yield hooks
     finally:
         for pack_and_unpack in reversed(hooks):
-            _C._autograd._push_saved_tensors_default_hooks(*pack_and_unpack)
+            saved_tensors_hooks(*pack_and_unpack).__enter__()
 
 
 def _frame_of(pack: Any) -> tuple[Any, Any]:
@@ -428,7 +418,7 @@ def _find_hooks() -> tuple[tuple[str, ...], tuple[Mapping[int, Any], ...]]:
         hooks = handle.hooks_dict_ref()
         names += [name for name, value in vars(probe).items() if isinstance(value, dict) and value is hooks]
     global_names = [_GLOBAL_PREFIX + name for name in names]  # registering one would affect full backward hooks
-    require_names("torch", torch.__version__, CHECKED, _module, *global_names)
+    require_names(*VERSIONS, _module, *global_names)
     if len(set(names)) != len(HOOK_KINDS):
         raise unsupported_version_error(f"the hooks of a module ({', '.join(names) or 'none found'})")
     return tuple(names), tuple(getattr(_module, name) for name in global_names)
@@ -447,3 +437,59 @@ def has_own_hooks(module: nn.Module) -> bool:
         if getattr(module, name):
             return True
     return False
+
+
+def check_before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Call `check` with the arguments of each call of a PyTorch function, before the function runs.
+
+    Not effective for callers that imported the function by name earlier.
+
+    Args:
+        owner: module or class in which users look the function up.
+    """
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+def install_ddp_check(check: Callable[[DistributedDataParallel, list[nn.Parameter]], None]) -> None:
+    """Call `check(wrapper, parameters)` after DistributedDataParallel's constructor, with the reduced parameters."""
+    original_init, delayed_name = DistributedDataParallel.__init__, "delay_all_reduce_named_params"
+    require_parameters(*VERSIONS, original_init, "self", "module", keywords=[delayed_name])
+    signature = inspect.signature(original_init)
+
+    @wraps(original_init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        delayed = given.arguments.get(delayed_name)
+        if delayed is not None:  # may be an iterator
+            given.arguments[delayed_name] = delayed = list(delayed)
+        original_init(*given.args, **given.kwargs)
+        wrapper = given.arguments["self"]
+        # PyTorch also ignores the delayed parameters, and reduces them later in the backward pass.
+        named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
+        reduced = [parameter for name, parameter in named if name not in ignored]
+        check(wrapper, reduced + [parameter for _, parameter in delayed or ()])
+
+    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
+
+
+def install_average_check(check: Callable[..., None]) -> None:
+    """Call `check(parameters, process_group)` before parameters are averaged over ranks.
+
+    All of PyTorch's averagers (periodic, hierarchical, post-local SGD) use this one function.
+    """
+
+    def with_list(parameters: Any, process_group: Any) -> Any:
+        parameters = list(parameters)
+        check(parameters, process_group)
+        return average(iter(parameters), process_group)
+
+    average = averaging.average_parameters
+    require_parameters(*VERSIONS, average, "params", "process_group")
+    averaging.average_parameters = wraps(average)(with_list)  # type: ignore[assignment]

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
@@ -18,18 +17,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fusedmoe.compat import require_names, require_parameters
-from fusedmoe.compat.torch import CHECKED
-from fusedmoe.compat.torch_checks import check_before
+from fusedmoe.compat.torch import VERSIONS, check_before
 
-_VERSIONS = ("torch", torch.__version__, CHECKED)
 _FSDP_GROUPS, _FSDP_IGNORED = ("process_group", "device_mesh"), ("ignored_modules", "ignored_states")
 
-require_names(*_VERSIONS, state_dict, "_verify_options")
-require_parameters(*_VERSIONS, state_dict._verify_options, "model", keywords=["options"])
+require_names(*VERSIONS, state_dict, "_verify_options")
+require_parameters(*VERSIONS, state_dict._verify_options, "model", keywords=["options"])
 require_parameters(
-    *_VERSIONS, FullyShardedDataParallel.__init__, "self", "module", keywords=[*_FSDP_GROUPS, *_FSDP_IGNORED]
+    *VERSIONS, FullyShardedDataParallel.__init__, "self", "module", keywords=[*_FSDP_GROUPS, *_FSDP_IGNORED]
 )
-require_parameters(*_VERSIONS, ZeroRedundancyOptimizer.step, "self")
+require_parameters(*VERSIONS, ZeroRedundancyOptimizer.step, "self")
 
 
 def check_state_dicts(check: Callable[[Any, Any], None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusedmoe.comm.exchange import Exchange
@@ -98,7 +99,9 @@ def run_forward(
     )
     chunks = batch.chunks(pairs, batch.run.plans.degrees[0])
     weight_R: list[Tensor | None] = [None] * len(chunks.exchanges) if weight_P is None else [*chunks.split(weight_P)]
-    forward = TokensForward(batch, chunks, kernels.permute(x_SM, chunks.layout), weight_R)
+    wire = batch.exchange.algorithm.wire
+    rows_SM = x_SM if wire is None else wire.encode(x_SM)
+    forward = TokensForward(batch, chunks, kernels.permute(rows_SM, chunks.layout), weight_R, x_SM.dtype)
     forward.saves_for_backward = save_for_backward
     if batch.shared is not None and shared_x_SM is not None:
         forward.shared = SharedExpertTask(batch.shared, shared_x_SM)
@@ -207,7 +210,9 @@ def _backward_pass(batch: PlannedBatch, saved: SavedForward, dy_SM: Tensor) -> T
         chunks = batch.chunks(saved.pairs, degree)
         parts = [weight for weight in weight_R if weight is not None]
         weight_R = [*chunks.split(saved.chunks.join(parts))] if parts else [None] * degree
-    backward = TokensBackward(batch, saved, chunks, kernels.permute(dy_SM.contiguous(), chunks.layout), weight_R)
+    wire = batch.exchange.algorithm.wire
+    rows_SM = dy_SM.contiguous() if wire is None else wire.encode(dy_SM)
+    backward = TokensBackward(batch, saved, chunks, kernels.permute(rows_SM, chunks.layout), weight_R, dy_SM.dtype)
     saved.x_RM, saved.activations, saved.weight_R = [], [], []
     return backward
 
@@ -216,16 +221,25 @@ class _TokensPass(PassRun):
     """A forward or backward pass of one layer, whose rows are all available at its start."""
 
     def __init__(
-        self, batch: PlannedBatch, row_chunks: RowChunks, rows_TM: Tensor, weight_R: Sequence[Tensor | None]
+        self,
+        batch: PlannedBatch,
+        row_chunks: RowChunks,
+        rows_TM: Tensor,
+        weight_R: Sequence[Tensor | None],
+        dtype: torch.dtype,
     ) -> None:
         run = batch.run
+        encoded_dtype = None if batch.exchange.algorithm.wire is None else dtype
         plan = run.plans.forward if self.phase == "forward" else run.plans.backward
         # Tasks carry the layer's number in its model; a step's plan also has gradients of other layers.
         layer = next(task.layer for task in plan if task.kind == TaskKind.DISPATCH)
         super().__init__(run, {layer: batch.experts})
         self.layer, self.row_chunks = layer, row_chunks
         parts = zip(row_chunks.exchanges, row_chunks.received, weight_R, strict=True)
-        self.layer_chunks = {i: Chunk(part, layout, weight_R=weight) for i, (part, layout, weight) in enumerate(parts)}
+        self.layer_chunks = {
+            i: Chunk(part, layout, weight_R=weight, encoded_dtype=encoded_dtype)
+            for i, (part, layout, weight) in enumerate(parts)
+        }
         self.chunks[layer] = self.layer_chunks
         self.shared: SharedExpertTask | None = None
         self._rows: list[Tensor | None] = [*rows_TM.split([exchange.num_sent for exchange in row_chunks.exchanges])]
@@ -285,8 +299,9 @@ class TokensBackward(_TokensPass, BackwardPass):
         row_chunks: RowChunks,
         rows_TM: Tensor,
         weight_R: Sequence[Tensor | None],
+        dtype: torch.dtype,
     ) -> None:
-        super().__init__(batch, row_chunks, rows_TM, weight_R)
+        super().__init__(batch, row_chunks, rows_TM, weight_R, dtype)
         # Per chunk, the indices of its received tokens and sorted pairs in the forward's chunks; None: same chunks.
         self._saved_indices = None if row_chunks is saved.chunks else row_chunks.indices_in(saved.chunks)
         if self._saved_indices is None:

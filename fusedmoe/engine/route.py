@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedmoe.comm.one_sided.receive_buffers import ReceiveBuffers
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, Tiles
 from fusedmoe.kernels.one_sided import (
     Addresses,
     Arrivals,
@@ -27,7 +27,6 @@ from fusedmoe.kernels.one_sided import (
     Wait,
     match_rows,
 )
-from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.experts import tile_heights
 from fusedmoe.kernels.triton.one_sided.plan import copy_received_rows, plan_sends, read_metadata
 from fusedmoe.kernels.triton.one_sided.put import SentRows, give_credit, put_rows, send_faults

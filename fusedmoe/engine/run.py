@@ -195,6 +195,7 @@ class Chunk:
         pair_values: packed expert id and router weight per (token, expert) pair; in backward, the weights' gradients.
         weight_R: router weights of the sorted rows, then their gradients.
         x_RM: received tokens; None if the backward of the experts does not read them.
+        encoded_dtype: dtype to which the experts' ranks decode the rows (`comm/wire_format.py`); None: not encoded.
     """
 
     exchange: RowExchange
@@ -206,6 +207,12 @@ class Chunk:
     x_RM: Tensor | None = None
     activations: Any = None
     add_weight_grads: AddGrads | None = None
+    encoded_dtype: torch.dtype | None = None
+
+    def decode(self, rows: Tensor) -> Tensor:
+        wire = self.exchange.algorithm.wire
+        assert wire is not None and self.encoded_dtype is not None
+        return wire.decode(rows, self.encoded_dtype)
 
 
 class PassRun:
@@ -288,7 +295,10 @@ class PassRun:
 
     def combine(self, task: Task) -> None:
         chunk = self.chunks[task.layer][task.chunk or 0]
-        rows = None if chunk.rows is None else self._transfer("combine", chunk.exchange.combine, task, chunk)
+        move, wire = chunk.exchange.combine, chunk.exchange.algorithm.wire
+        if wire is not None and wire.encodes_results:
+            move = partial(wire.transfer, move)
+        rows = None if chunk.rows is None else self._transfer("combine", move, task, chunk)
         if chunk.pair_exchange is not None and chunk.pair_values is not None and self.phase == "backward":
             chunk.pair_values = chunk.pair_exchange.combine(self.keep_alive(chunk.pair_values))
         if rows is not None:
@@ -331,7 +341,10 @@ class ForwardPass(PassRun):
         chunk = self.chunks[task.layer][task.chunk or 0]
         x_RM, chunk.rows = chunk.rows, None
         assert x_RM is not None and chunk.layout is not None
-        chunk.x_RM = self.keep_alive(x_RM)
+        x_RM = self.keep_alive(x_RM)
+        if chunk.encoded_dtype is not None:
+            x_RM = chunk.decode(x_RM)
+        chunk.x_RM = x_RM
         if (replicas := self.replicas(task)) is not None and GATHER not in self.plan.kinds:
             replicas.wait_for_replicas()
         experts = self.experts[task.layer]
@@ -362,8 +375,10 @@ class BackwardPass(PassRun):
         experts, weight_R = self.experts[layer], self.weight_of(chunk)
         dy_RM, chunk.rows = chunk.rows, None
         assert dy_RM is not None and chunk.layout is not None
-        x_RM = None if chunk.x_RM is None else self.keep_alive(chunk.x_RM)
-        given = self.keep_alive(dy_RM), x_RM, chunk.activations, chunk.layout, weight_R
+        x_RM, dy_RM = None if chunk.x_RM is None else self.keep_alive(chunk.x_RM), self.keep_alive(dy_RM)
+        if chunk.encoded_dtype is not None:
+            dy_RM = chunk.decode(dy_RM)
+        given = dy_RM, x_RM, chunk.activations, chunk.layout, weight_R
         # Weight gradients are separate tasks: gradients of rows are sent earlier (Lancet).
         if layer in self.settings.plans.deferred_weight_gradients:
             chunk.rows, dweight_R, chunk.add_weight_grads = experts.backward_rows(*given)

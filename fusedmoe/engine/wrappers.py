@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.compat.torch import fsdp_parameters, module_states
-from fusedmoe.compat.torch_checks import install_average_check, install_ddp_check
+from fusedmoe.compat.torch import fsdp_parameters, install_average_check, install_ddp_check, module_states
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import mark_constant_in_graphs
 

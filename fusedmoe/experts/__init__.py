@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from fusedmoe.experts.adapters import add_adapters, merge_adapters
 from fusedmoe.experts.conversion import from_modules
-from fusedmoe.experts.networks import Custom, Experts, FeedForward, RowExperts, SwiGLU
+from fusedmoe.experts.networks import Custom, Experts, FeedForward, SwiGLU
 
-__all__ = ["Custom", "Experts", "FeedForward", "RowExperts", "SwiGLU", "add_adapters", "from_modules", "merge_adapters"]
+__all__ = ["Custom", "Experts", "FeedForward", "SwiGLU", "add_adapters", "from_modules", "merge_adapters"]

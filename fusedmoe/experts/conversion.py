@@ -95,12 +95,8 @@ class ExpertSource:
     def __deepcopy__(self, memo: Any) -> ExpertSource:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _no_source, ()
-
-
-def _no_source() -> None:
-    return None
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def from_modules(

@@ -1,7 +1,7 @@
 """Expert networks: the base class, feed-forward networks, SwiGLU, and arbitrary user modules.
 
 To add a network with its own kernels, derive from `Experts` (as `FeedForward`: parameters in `make`, GEMMs in
-`forward`, and in `in_chunks` for plans). For experts on sorted rows, derive from `RowExperts`.
+`forward`, and in `in_chunks` for plans). For experts on sorted rows, derive from `RowExperts` or `fusedmoe.ExpertBase`.
 """
 
 from __future__ import annotations

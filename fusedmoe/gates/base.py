@@ -71,7 +71,7 @@ class SoftRouting:
 
 
 def trait_applies(cls: type, trait: str, methods: Collection[str]) -> bool:
-    """Return whether the class attribute `trait`, which describes `methods`, is still true of `cls`.
+    """Return whether the attribute or method `trait`, which goes with `methods`, is still valid for `cls`.
 
     False if `cls` inherits the attribute and overrides one of `methods`, or inherits an override from a class in
     between.
@@ -91,24 +91,8 @@ class Gate(Constructed, nn.Module):
     routing, `splits = True`, `score` and `choose` (and `draw` for random numbers), which lets `fusedmoe.pipeline` split
     batches before the gate. Gates on logits x·Wᵀ should subclass `RouterGate`, which provides the matrix and its
     kernels. Equal scores choose the lower expert (`top_experts`). A program that adds the class to
-    `fusedmoe.gates.GATES` can select it by name in settings and in the command (`fusedmoe.cli.main.main`).
-
-    Example, a gate that routes each token to the k experts with the nearest vectors:
-
-        class Nearest(Gate):
-            splits = True
-
-            def parameter_shapes(self, model_dim):
-                return {"center_EM": (self.experts, model_dim)}
-
-            def score(self, x_SM, *drawn):
-                widest = torch.promote_types(x_SM.dtype, torch.float32)
-                x_SM, center_EM = x_SM.to(widest), self.center_EM.to(widest)
-                return (-torch.cdist(x_SM, center_EM, compute_mode="donot_use_mm_for_euclid_dist"),)
-
-            def choose(self, logits_SE):
-                expert_SK = top_experts(logits_SE, self.k)
-                return self.routing(expert_SK, logits_SE.gather(1, expert_SK).softmax(1), logits_SE)
+    `fusedmoe.gates.GATES` can select it by name in settings and in the command (`fusedmoe.cli.main.main`). A worked
+    example is in docs/guides/contributing.md.
 
     `MoELayer` calls `setup` with the model dimension. Weights are drawn on the CPU in float32 from torch's default
     generator, so a seed gives the same gate for every device, dtype and world size. When a layer is created, ranks
@@ -128,9 +112,7 @@ class Gate(Constructed, nn.Module):
     """True if a batch may be split before the gate: routing is token-wise, by `score` and `choose`. A subclass that
     overrides `route` must set it again."""
     needs_load: ClassVar[bool] = False
-    """True if `update` uses the load."""
-    has_packed_loss: ClassVar[bool] = False
-    """True if the gate defines `choose_packed`, with a balance loss per packed sequence."""
+    """True if the class defines `update`."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
@@ -142,8 +124,7 @@ class Gate(Constructed, nn.Module):
         # An override of route() or forward(), also of a mixin, may depend on all tokens.
         if not trait_applies(cls, "splits", ("route", "forward")):
             cls.splits = False
-        if "needs_load" not in vars(cls):
-            cls.needs_load = cls.update is not Gate.update
+        cls.needs_load = cls.update is not Gate.update
 
     def __init__(
         self, experts: int, k: int = 1, capacity_factor: float | None = None, *, aux: Mapping[str, float] | None = None
@@ -237,7 +218,7 @@ class Gate(Constructed, nn.Module):
         return self.choose_packed(packing, *self.score(x_SM, *self.draw(x_SM)))
 
     def choose_packed(self, packing: Packing, *scores: Tensor) -> Routing:
-        """Route like `choose`, with the balance loss per packed sequence."""
+        """Route like `choose`, with the balance loss per packed sequence. Optional, next to `choose`."""
         raise NotImplementedError(f"{type(self).__name__} defines no choose_packed()")
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:

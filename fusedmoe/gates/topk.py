@@ -24,7 +24,7 @@ from fusedmoe.gates.base import (
 )
 from fusedmoe.gates.choice_override import THREAD_STATE, active_override
 from fusedmoe.kernels.derivatives import linear
-from fusedmoe.kernels.gate import GateChoice, GateRule
+from fusedmoe.kernels.gate import GateRule
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
@@ -71,8 +71,13 @@ class TopK(RouterGate):
     def one_kernel(self) -> bool:
         return "importance_load" not in self.aux
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        return self.normalize and self.k > 1
+
     def rule(self) -> GateRule:
-        return self.make_rule("softmax", normalize=self.normalize and self.k > 1)
+        return self.make_rule("softmax", normalize=self.normalizes)
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
         if not (self.noise > 0 and self.training):
@@ -85,17 +90,18 @@ class TopK(RouterGate):
         return (clean_SE, *(clean_SE + noise_SE * (self.noise / self.experts) for noise_SE in drawn))
 
     def choose(self, *scores: Tensor) -> Routing:
-        clean_SE, logits_SE = scores[0], scores[-1]
+        logits_SE = scores[-1]
 
         def importance_load() -> Tensor:
-            std = self.noise / self.experts  # Shazeer's load is smooth in the logits through the noise distribution
-            return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
+            return self._importance_load(scores, expert_SK, weight_SK)
 
         if self.serves(logits_SE):
-            return self.routing_of(gate_from_logits(logits_SE, self.rule()), {"importance_load": importance_load})
+            choice = gate_from_logits(logits_SE, self.rule())
+            expert_SK, weight_SK = choice.expert_SK, choice.weight_SK
+            return self.routing_of(choice, {"importance_load": importance_load})
         expert_SK = top_experts(logits_SE, self.k)
         prob_SE = None
-        if self.normalize and self.k > 1:
+        if self.normalizes:
             # Softmax over the selected logits is p / Σp, without underflow of p.
             weight_SK = gather_selected(logits_SE, expert_SK).softmax(1)
         else:
@@ -107,6 +113,11 @@ class TopK(RouterGate):
 
         terms = {"balance": balance, "importance_load": importance_load, "z": lambda: z_loss(logits_SE)}
         return self.routing(expert_SK, weight_SK, logits_SE, terms)
+
+    def _importance_load(self, scores: tuple[Tensor, ...], expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
+        clean_SE, std = scores[0], self.noise / self.experts
+        # Shazeer's load is smooth in the logits through the noise distribution.
+        return noisy_load_importance(clean_SE.softmax(1), clean_SE, scores[-1], std, self.k)
 
 
 class Switch(TopK):
@@ -175,7 +186,7 @@ class BatchPrioritised(TopK):
         routing = super().route(x_SM)
         assert isinstance(routing, Routing)
         # The first unnormalized weight is the highest probability, unless experts were given.
-        if (self.normalize and self.k > 1) or active_override() is not None:
+        if self.normalizes or active_override() is not None:
             assert routing.logits_SE is not None
             priority_S = routing.logits_SE.softmax(1).amax(1)
         else:
@@ -183,7 +194,7 @@ class BatchPrioritised(TopK):
         return dataclasses.replace(routing, priority_S=priority_S)
 
 
-class GShard(RouterGate):
+class GShard(TopK):
     """Noisy top-k with learned noise (Shazeer et al. 2017, eq. 3–5; called GShard in FSMoE §2.1).
 
     h = x·W_gᵀ + N(0,1)·softplus(x·W_noiseᵀ), weight = softmax(KeepTopK(h, k)), where KeepTopK sets all but the k
@@ -196,14 +207,17 @@ class GShard(RouterGate):
     weights, load from the learned noise), "z" (of h).
     """
 
-    losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
-    default_aux: ClassVar[Mapping[str, float]] = {"balance": 1.0}
     noise_weight_EM: nn.Parameter
 
     def __init__(
         self, experts: int, k: int = 2, capacity_factor: float | None = None, *, aux: Mapping[str, float] | None = None
     ) -> None:
-        super().__init__(experts, k, capacity_factor, aux=aux)
+        # `noise` is a factor on the learned noise.
+        super().__init__(experts, k, capacity_factor, noise=1.0, aux=aux)
+
+    @property
+    def normalizes(self) -> bool:
+        return True
 
     def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         return {"weight_EM": (self.experts, model_dim), "noise_weight_EM": (self.experts, model_dim)}
@@ -217,48 +231,21 @@ class GShard(RouterGate):
     def one_kernel(self) -> bool:
         return False  # the noise has its own matrix
 
-    def rule(self) -> GateRule:
-        return self.make_rule("softmax", normalize=True)
-
-    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        if not self.training:
-            return ()
-        return (torch.randn(x_SM.shape[0], self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
-
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """Return noisy logits and, in training or for the loss, noise-free logits and the noise's deviation."""
+        """Return, in training or for the loss, noise-free logits and the noise's deviation; always noisy logits."""
         if self.training or "importance_load" in self.aux:
             # A single GEMM reads x and writes its gradient once.
             both = router_logits(x_SM, torch.cat((self.weight_EM, self.noise_weight_EM)))
             clean_SE, raw_SE = both.split(self.experts, dim=1)
             std_SE = nn.functional.softplus(raw_SE)
             noisy_SE = clean_SE + drawn[0] * std_SE if drawn else clean_SE
-            return noisy_SE, clean_SE, std_SE
+            return clean_SE, std_SE, noisy_SE
         return (router_logits(x_SM, self.weight_EM),)
 
-    def choose(self, *scores: Tensor) -> Routing:
-        noisy_SE = scores[0]
-        choice: GateChoice | None = None
-        if self.serves(noisy_SE):
-            choice = gate_from_logits(noisy_SE, self.rule())
-            expert_SK, weight_SK = choice.expert_SK, choice.weight_SK
-        else:
-            expert_SK = top_experts(noisy_SE, self.k)
-            weight_SK = gather_selected(noisy_SE, expert_SK).softmax(1)
-
-        def importance_load() -> Tensor:
-            _, clean_SE, std_SE = scores
-            gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
-            return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
-
-        if choice is not None:
-            return self.routing_of(choice, {"importance_load": importance_load})
-        terms = {
-            "balance": lambda: balance_loss(noisy_SE.softmax(1), expert_SK),
-            "importance_load": importance_load,
-            "z": lambda: z_loss(noisy_SE),
-        }
-        return self.routing(expert_SK, weight_SK, noisy_SE, terms)
+    def _importance_load(self, scores: tuple[Tensor, ...], expert_SK: Tensor, weight_SK: Tensor) -> Tensor:
+        clean_SE, std_SE, noisy_SE = scores
+        gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
+        return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
 
 
 class XMoE(TopK):

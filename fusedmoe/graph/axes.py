@@ -141,6 +141,10 @@ def reshape_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows
     return Rows(tuple(dims), rows.hops)
 
 
+def _reshape(shape: Sequence[int], axis: Axis | Rows, other: Sequence[int], chunks: int) -> Axis | Rows | None:
+    return reshape_rows(shape, axis, other) if isinstance(axis, Rows) else reshape_axis(shape, axis, other, chunks)
+
+
 def all_to_all_axes(node: fx.Node, chunks: int, by_rows: bool = False) -> list[Axis | Rows]:
     """Return the axes along which an all-to-all may be split; with `by_rows`, also into rows."""
     shape = shape_of(node)
@@ -182,10 +186,8 @@ def splits_from_input(
     name = name_of(node)
     candidates: list[tuple[Axis | Rows, int]] = []
     if name in RESHAPES:
-        found = (
-            reshape_rows(source, axis, shape) if isinstance(axis, Rows) else reshape_axis(source, axis, shape, chunks)
-        )
-        candidates = [] if found is None else [(found, 0)]
+        reshaped = _reshape(source, axis, shape, chunks)
+        candidates = [] if reshaped is None else [(reshaped, 0)]
     elif isinstance(axis, Rows):
         moved = permuted_dims(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
         dims = tuple(dim for dim, of in enumerate(moved) if of in axis.dims)
@@ -201,12 +203,8 @@ def splits_from_input(
         candidates = [(Axis(dim, outer), 0) for dim in range(len(shape)) for outer in sorted(outers)]
         if name in PRODUCTS and axis.outer in token_outers:
             candidates.append((Rows(_row_dims(shape), 0), axis.outer))
-    op_splits = [
-        op_split
-        for op_split in (split_operator(node, *one, chunks=chunks) for one in candidates)
-        if op_split is not None
-    ]
-    return [op_split for op_split in op_splits if op_split.inputs.get(given) == axis]
+    op_splits = (split_operator(node, *candidate, chunks=chunks) for candidate in candidates)
+    return [op_split for op_split in op_splits if op_split is not None and op_split.inputs.get(given) == axis]
 
 
 def split_operator(node: fx.Node, axis: Axis | Rows, token_outer: int = 0, *, chunks: int) -> OperatorSplit | None:

@@ -85,9 +85,6 @@ class PaddingFreeAllToAlls:
         return out
 
 
-_COLUMN_OPERATORS = frozenset({"slice", "split", "split_with_sizes"})
-
-
 class IndexedRows(NamedTuple):
     """Some rows of a tensor.
 
@@ -101,27 +98,25 @@ class IndexedRows(NamedTuple):
 
 
 Operation = Callable[..., Any]
-
-
 #: Called with a message if a slot is not exclusive to one token.
 OnViolation = Callable[[str], object]
 
 
+OWN_PLACES_CURE = (
+    "own_places=True requires slots that are exclusive to one token: remove own_places from the GraphBackend on every "
+    "rank"
+)
+
+
 def raise_violation(message: str) -> None:
-    raise ConfigError(
-        f"captured graph, rank {dist.get_rank()}: {message}, but own_places=True requires slots that are "
-        "exclusive to one token: remove own_places from the GraphBackend on every rank"
-    )
+    raise ConfigError(f"captured graph, rank {dist.get_rank()}: {message}, but {OWN_PLACES_CURE}")
 
 
 def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnViolation = raise_violation) -> Operation:
     """Return a function that computes the rows of one chunk of `node`; its arguments are the chunks of the inputs."""
     if op_split.token_outer:
-        return (
-            _dispatch_gemm(node, raise_violation)
-            if isinstance(op_split.axis, Rows)
-            else _combine_gemm(node, raise_violation)
-        )
+        gemm = _dispatch_gemm if isinstance(op_split.axis, Rows) else _combine_gemm
+        return gemm(node, raise_violation)
     assert isinstance(op_split.axis, Rows)
     if is_all_to_all(node):
         return _start_all_to_all(node, op_split.axis)
@@ -134,7 +129,7 @@ def row_operation(node: fx.Node, op_split: OperatorSplit, raise_violation: OnVio
         return _permute(node, op_split)
     if name in PRODUCTS:
         return _multiply(node, op_split.axis)
-    if name in _COLUMN_OPERATORS:
+    if name in ("slice", "split", "split_with_sizes"):
         return _slice_contents(node)
     if name == "":
         return _element(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fusedmoe.compat.torch import compile_passes, generate_boxed, tracing_context
+from fusedmoe.compat.torch import compile_passes, tracing_context
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.chunk_rows import PaddingFreeAllToAlls
 from fusedmoe.graph.instructions import (
@@ -20,7 +21,7 @@ from fusedmoe.graph.instructions import (
     is_assertion,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts
-from fusedmoe.graph.own_places import CapturedBackward, OwnPlacesCheck
+from fusedmoe.graph.own_places import OwnPlacesCheck
 from fusedmoe.graph.planning import PassReport, PlanSettings, plan_pass
 
 
@@ -99,11 +100,12 @@ class GraphBackend:
             # backward, when the other ranks have ended.
             if failed:
                 raise failed[0]
-            captured = CapturedBackward(graph_module.graph, saved)
+            if check is not None:
+                check.capture_backward(graph_module.graph, saved)
             try:
                 run, _ = self._compile_pass(graph_module, "backward", is_parameter)
                 if check is not None:
-                    check.register_backward(captured, run)
+                    check.backward = run
                 return run
             except BaseException as error:
                 failed.append(error)
@@ -184,7 +186,15 @@ def _with_memory_advice(run: Callable[..., Any], chunks: int) -> Callable[..., A
 
 def _make_function(module: fx.GraphModule) -> Callable[..., Any]:
     """Return the graph as a function that empties its list of inputs, freeing each after its last use."""
-    generate_boxed(module.graph)
+    graph, placeholders = module.graph, module.graph.find_nodes(op="placeholder")
+    with graph.inserting_before(next(iter(graph.nodes))):
+        inputs = graph.placeholder("inputs")
+        for index, node in enumerate(placeholders):
+            if node.users:
+                node.replace_all_uses_with(graph.call_function(operator.getitem, (inputs, index)))
+        graph.call_method("clear", (inputs,))
+    for node in placeholders:
+        graph.erase_node(node)
     module.recompile()
     code = module.forward
     return lambda args: code(args)

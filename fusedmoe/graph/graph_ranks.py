@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure.board import Board, Verdict
+from fusedmoe.comm.failure.board import Board
 from fusedmoe.compat.torch import default_store, group_named
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.threads import POLL_S
 
 _PLANNING = "planning a captured graph"
 _CURE = (
@@ -22,14 +19,11 @@ _CURE = (
     "mark these dimensions as dynamic on all of them"
 )
 
-# Seconds that a rank with a broken connection may take to report the reason.
-_EXIT_S = 1.0
-
 T = TypeVar("T")
 
 
 class GraphRanks:
-    """Ranks that run a graph together. All methods but `run_guarded` and `wait` are collective.
+    """Ranks that run a graph together. All methods but `run_guarded` are collective.
 
     Args:
         groups: process groups of the graph's collectives, or their names; at least one.
@@ -46,7 +40,7 @@ class GraphRanks:
         self.ranks = together if whole else list(range(dist.get_world_size()))
         self._rank = dist.get_rank()
         self.is_leader = self._rank == self.ranks[0]
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         # Through the job's store: messages in the graph's groups would mix with those of a different graph.
         self._board = None if len(self.ranks) < 2 else Board(default_store(), self._rank)
 
@@ -54,7 +48,7 @@ class GraphRanks:
         """All-gather a text in the order of `ranks`. Raises `RankError` if a rank failed or timed out."""
         if self._board is None:
             return [text]
-        return self._board.all_gather_json(self.ranks, text, self._timeout_s, operation=operation, cure=_CURE)
+        return self._board.all_gather_json(self.ranks, text, self.timeout_s, operation=operation, cure=_CURE)
 
     def require_same(self, text: str) -> None:
         """Raise `RankError` on every rank unless all ranks pass the same text."""
@@ -88,40 +82,6 @@ class GraphRanks:
             if self._board is not None:
                 self._board.post(self._rank, operation, f"{type(error).__name__}: {error}")
             raise
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait at most `timeout_s` for a collective; NCCL's own watchdog bounds NCCL collectives.
-
-        Raises `RankError` if a rank failed or timed out, or a connection broke.
-        """
-        if self._board is None or dist.get_backend() == "nccl":
-            work.wait()
-            return
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            connection_error: RuntimeError | None = None
-            try:
-                work.wait(timedelta(seconds=POLL_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    try:
-                        work.wait()
-                        return
-                    except RuntimeError as error:
-                        connection_error = error
-            verdict: Verdict | str | None = self._board.read(_EXIT_S if connection_error else 0.0)
-            text = ""
-            if verdict is None and connection_error:
-                text = f"a connection to it broke ({connection_error}); see its log"
-            elif verdict is None and time.monotonic() > deadline:
-                text = f"did not come within {self._timeout_s:.0f} s; see its log, or {_CURE}"
-            if text:
-                others = tuple(rank for rank in self.ranks if rank != self._rank)
-                missing = (self._board.ended_ranks(others) or self._board.absent_ranks(others) or others)[0]
-                verdict = self._board.blame(missing, _PLANNING, text)
-            if verdict is not None:
-                raise RankError(f"rank {self._rank}: {_PLANNING} ended because {verdict}") from connection_error
 
 
 def resolve_group(group: Any) -> Any:

@@ -237,21 +237,18 @@ def find_splits(nodes: Sequence[fx.Node], chunks: int, by_rows: bool, finder: Sp
     splits: OperatorSplits = {}
     # A GEMM that produces rows may read the tokens once per choice.
     tokens = [node.args[1] for node in nodes if name_of(node) in ("mm", "bmm")]
-    token_outers = (
-        tuple(sorted({1, *(num_token_copies(node) for node in tokens if isinstance(node, fx.Node))})) if by_rows else ()
-    )
+    copies = {1, *(num_token_copies(node) for node in tokens if isinstance(node, fx.Node))}
+    token_outers = tuple(sorted(copies)) if by_rows else ()
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
     def add_split(node: fx.Node, op_split: OperatorSplit | None) -> None:
-        if (
-            op_split is None
-            or node not in inside
-            or (key := SplitKey(op_split.axis, op_split.token_outer)) in splits.setdefault(node, {})
-        ):
+        if op_split is None or node not in inside:
             return
+        key, known = SplitKey(op_split.axis, op_split.token_outer), splits.setdefault(node, {})
         # Rows cannot be cut off a tensor: their producer must be in the range.
-        if all(source in inside for source, input_axis in op_split.inputs.items() if isinstance(input_axis, Rows)):
-            splits[node][key] = op_split
+        producers = (source for source, input_axis in op_split.inputs.items() if isinstance(input_axis, Rows))
+        if key not in known and all(source in inside for source in producers):
+            known[key] = op_split
             ends.append((node, op_split))
 
     for node in nodes:
@@ -306,11 +303,8 @@ def infer_split(
     late = {node: model.new_bool_var("") for node in nodes}
     chosen = {(node, key): model.new_bool_var("") for node in nodes for key in splits.get(node, ())}
 
-    def split_options(node: fx.Node) -> list[cp_model.IntVar]:
-        return [chosen[node, key] for key in splits.get(node, ())]
-
-    def options_along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
-        return [chosen[node, key] for key in splits.get(node, ()) if key.axis == axis]
+    def split_options(node: fx.Node, axis: Axis | Rows | None = None) -> list[cp_model.IntVar]:
+        return [chosen[node, key] for key in splits.get(node, ()) if axis is None or key.axis == axis]
 
     def constrain_order(node: fx.Node, source: fx.Node) -> None:
         model.add_implication(early[node], early[source])
@@ -329,25 +323,20 @@ def infer_split(
             constrain_order(node, source)
             for key, op_split in splits.get(node, {}).items():
                 input_axis = op_split.inputs[source]
-                allowed = [] if input_axis is None else options_along(source, input_axis)
+                allowed = [] if input_axis is None else split_options(source, input_axis)
                 # Chunks can be cut only off single tensors, along axes.
                 whole = [] if node.target is operator.getitem or isinstance(input_axis, Rows) else [early[source]]
                 require_option(node, key, *allowed, *whole)
             # Several results are joined one by one, and rows in flight cannot be joined.
             if node.target is operator.getitem or is_wait(node):
                 for key in splits.get(source, ()):
-                    require_option(source, key, *options_along(node, key.axis))
+                    require_option(source, key, *split_options(node, key.axis))
     # Rows sent out must be returned: each producer of rows has a consumer.
     for node, key in chosen:
         if isinstance(key.axis, Rows) and node.users:
-            of_users = [
-                (user, other, op_split) for user in node.users for other, op_split in splits.get(user, {}).items()
-            ]
-            require_option(
-                node,
-                key,
-                *(chosen[user, other] for user, other, op_split in of_users if op_split.inputs[node] == key.axis),
-            )
+            of_users = ((user, *each) for user in node.users for each in splits.get(user, {}).items())
+            consumers = [chosen[user, other] for user, other, split in of_users if split.inputs[node] == key.axis]
+            require_option(node, key, *consumers)
     for first, second in ordered:
         constrain_order(nodes[second], nodes[first])
     costs = {node: seconds(node) for node in nodes}
@@ -370,9 +359,7 @@ def infer_split(
         before[nodes[second]].append(nodes[first])
     after: set[fx.Node] = set()
     for node in nodes:
-        waits = (
-            is_collective(node) or is_wait(node) or any(source in picked or source in after for source in before[node])
-        )
+        waits = is_collective(node) or is_wait(node) or not after.union(picked).isdisjoint(before[node])
         if node not in picked and solver.value(late[node]) and waits:
             after.add(node)
     return RangeSplit(

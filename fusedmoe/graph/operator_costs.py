@@ -18,6 +18,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from fusedmoe.comm.collectives import max_over_ranks_s, wait
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import group_of as process_group_of
 from fusedmoe.files import cache_dir, read_cache_file
 from fusedmoe.graph.graph_ranks import GraphRanks, resolve_group
 from fusedmoe.graph.instructions import OPERATOR, bytes_of, concrete_size, group_of, is_compute
@@ -25,6 +28,8 @@ from fusedmoe.runtime.cache import fingerprint, write_or_warn
 from fusedmoe.threads import WorkerThread
 
 T = TypeVar("T")
+
+_MEASURING = "measuring all-to-alls"
 
 #: Smallest measured collective in bytes. Each further size is twice as large.
 FIRST_BYTES = 1024
@@ -46,33 +51,18 @@ class OperatorCosts(Protocol):
         """Return the seconds of an all-to-all of `size` bytes per rank."""
 
 
-@dataclass(frozen=True)
-class CollectiveTimes:
-    """Piecewise linear cost of a collective: `seconds` measured at `sizes` (bytes, ascending).
-
-    It is constant below the first size, and proportional to the size above the last one.
-    """
-
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-    def seconds_at(self, size: float) -> float:
-        if size > self.sizes[-1]:
-            return self.seconds[-1] * size / self.sizes[-1]
-        return float(np.interp(size, self.sizes, self.seconds))
-
-
 @dataclass
 class MeasuredCosts:
     """Seconds of operators, measured on first use.
 
     Attributes:
-        points: seconds of all-to-alls by size.
+        points: seconds of all-to-alls by size in bytes, ascending. Interpolated linearly, constant below the first
+            size, and proportional to the size above the last one.
         measured, unshared: seconds by `operator_key`, and the measurements not yet shared with other ranks.
         path: cache file, or None.
     """
 
-    points: CollectiveTimes
+    points: dict[int, float]
     measured: dict[str, float] = field(default_factory=dict)
     path: Path | None = None
     unshared: dict[str, float] = field(default_factory=dict)
@@ -96,7 +86,10 @@ class MeasuredCosts:
         self.unshared.clear()
 
     def collective_s(self, size: float) -> float:
-        return self.points.seconds_at(size)
+        largest, largest_s = list(self.points.items())[-1]
+        if size > largest:
+            return largest_s * size / largest
+        return float(np.interp(size, list(self.points), list(self.points.values())))
 
 
 def node_s(costs: OperatorCosts, node: fx.Node) -> float:
@@ -207,47 +200,42 @@ def measured_sizes(largest: float) -> list[int]:
 
 def all_to_all_times(
     graph_ranks: GraphRanks, all_to_alls: Sequence[fx.Node], device: torch.device, facts: dict[str, Any]
-) -> CollectiveTimes:
-    """Return the costs of all-to-alls in the group of `all_to_alls[0]`, from the cache or measured. Collective.
+) -> dict[int, float]:
+    """Return the seconds of all-to-alls in the group of `all_to_alls[0]` by size in bytes. Collective.
 
     Args:
         graph_ranks: ranks that run the graph; they use the leader's cache.
         all_to_alls: nodes of the graph; the largest input determines the sizes to measure.
         facts: key of the cache entry, to which the group's size and backend are added.
     """
-    group = resolve_group(group_of(all_to_alls[0]))
-    facts = facts | {"group": {"size": dist.get_world_size(group), "backend": dist.get_backend(group)}}
+    handle = resolve_group(group_of(all_to_alls[0]))
+    facts = facts | {"group": {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle)}}
     path = cache_dir() / f"all-to-all-{fingerprint(facts)}.json"
     measured = graph_ranks.broadcast_decision(lambda: load_numbers(path))
     sizes = measured_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
     missing = [size for size in sizes if str(size) not in measured]
     if missing:
-        found = run_outside_capture(partial(measure_all_to_alls, group, device, missing, graph_ranks.wait), device)
+        group = process_group_of(handle, "captured graph's", graph_ranks.timeout_s)
+        found = run_outside_capture(partial(measure_all_to_alls, group, device, missing), device)
         measured |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.is_leader:
             write_or_warn(path, json.dumps(measured), "measured all-to-all costs")
-    by_size = sorted((int(size), seconds) for size, seconds in measured.items())
-    return CollectiveTimes(tuple(size for size, _ in by_size), tuple(seconds for _, seconds in by_size))
+    return dict(sorted((int(size), seconds) for size, seconds in measured.items()))
 
 
-def measure_all_to_alls(
-    group: Any, device: torch.device, sizes: Sequence[int], wait: Callable[[dist.Work], None]
-) -> list[float]:
+def measure_all_to_alls(group: Group, device: torch.device, sizes: Sequence[int]) -> list[float]:
     """Return the slowest rank's median seconds of an all-to-all of each size in bytes. Collective over the group."""
-    count = dist.get_world_size(group)
     medians_s = []
     for size in sizes:
-        data = torch.zeros(count * -(-size // count), dtype=torch.uint8, device=device)
+        data = torch.zeros(group.size * -(-size // group.size), dtype=torch.uint8, device=device)
         out = torch.empty_like(data)
 
         def run(data: torch.Tensor = data, out: torch.Tensor = out) -> None:
-            wait(dist.all_to_all_single(out, data, group=group, async_op=True))
+            wait(dist.all_to_all_single(out, data, group=group.handle, async_op=True), group, _MEASURING)
 
         run()
         medians_s.append(statistics.median(time_call(run, device) for _ in range(_REPEATS)))
-    slowest = torch.tensor(medians_s, dtype=torch.float64, device=device)
-    wait(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True))
-    return slowest.tolist()
+    return max_over_ranks_s(group, medians_s, _MEASURING)
 
 
 def load_numbers(path: Path) -> dict[str, float]:

@@ -23,32 +23,22 @@ import torch
 from torch import Tensor, fx
 
 from fusedmoe.graph.axes import Axis, Rows, shape_of
-from fusedmoe.graph.chunk_rows import IndexedRows, Operation, assemble_rows, check_slots, row_operation
+from fusedmoe.graph.chunk_rows import OWN_PLACES_CURE, IndexedRows, Operation, assemble_rows, check_slots, row_operation
 from fusedmoe.graph.graph_ranks import GraphRanks
 from fusedmoe.graph.instructions import describe, is_all_to_all, is_view, name_of
 from fusedmoe.graph.rewriting import RangeSplit, join_chunks, make_node_caller, plain_call, slice_chunk
 
 _OPERATION = "the first run with own_places=True"
-_CURE = (
-    "own_places=True requires slots that are exclusive to one token: remove own_places from the GraphBackend on "
-    "every rank"
-)
 
 
 class OwnPlacesCheck:
     """First run of a captured pass: checks that its expert rows may be computed in chunks (`own_places=True`).
 
-    Runs the graph as captured and returns its results. In addition it computes each layer's rows in chunks,
-    from the same inputs. Required: equal rows up to rounding; zeros in unused slots that other instructions
-    read; and the same gradients up to rounding if the values saved in unused slots are replaced by zeros.
-
     Args:
         module: the captured pass, before its ranges are rewritten into chunks.
-        ranges: for each range with expert rows: its last instruction, how it is split, and the number of
-            chunks.
+        ranges: for each range with expert rows: its last instruction, how it is split, and the number of chunks.
         results: number of leading graph outputs not saved for backward; None: all.
-        graph_ranks: ranks that run the graph. If a check fails on any of them, all raise
-            (`GraphRanks.raise_findings`).
+        graph_ranks: ranks that run the graph. If a check fails on any of them, all raise.
     """
 
     def __init__(
@@ -67,18 +57,22 @@ class OwnPlacesCheck:
         # digits is wrong. √ε of the least precise dtype is 0.03% in float32 and 9% in bfloat16.
         self._tolerance = max(_max_machine_epsilon(split) for _, split, _ in ranges) ** 0.5
         self._module: fx.GraphModule | None = self._with_comparisons(module, ranges)
-        self._is_complete = False
-        self._backward: Callable[..., list[str]] | None = None
+        #: Runs the compiled backward pass; None before it is compiled.
+        self.backward: Callable[[list[Any]], Any] | None = None
 
-    def register_backward(self, backward: CapturedBackward, run: Callable[[list[Any]], Any]) -> None:
-        self._backward = partial(backward.find_differences, run)
+    def capture_backward(self, graph: fx.Graph, saved: Sequence[str]) -> None:
+        """Store inputs and outputs of the captured backward pass. `saved`: names of the forward outputs."""
+        self._saved = saved
+        self._inputs = [(node.name, node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
+        outputs: Any = next(iter(reversed(graph.nodes))).args[0]
+        self._gradients = [describe(node) if isinstance(node, fx.Node) else "" for node in outputs]
 
     def run_check_before(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a function that runs the check until it is complete, and `run` afterwards.
 
         If backward is compiled after the first forward and reads unused slots, the second step completes the check.
         """
-        return lambda args: run(args) if self._is_complete else self._run_check(args)
+        return lambda args: run(args) if self._module is None else self._run_check(args)
 
     def _run_check(self, args: list[Any]) -> Any:
         """Run the pass as captured and return its outputs. Raises on all ranks if a comparison fails on any."""
@@ -87,16 +81,47 @@ class OwnPlacesCheck:
         outputs, zeroed = self._graph_ranks.run_guarded(partial(self._module.forward, *args), _OPERATION)
         args.clear()
         # Agree before the comparison below, whose collectives need all ranks.
-        self._graph_ranks.raise_findings(_OPERATION, self._findings, _CURE)
-        if self._backward is not None and self._zeroed:
-            replaced = dict(zip(self._zeroed, zeroed, strict=True))
-            compare = partial(self._backward, outputs, replaced, self._tolerance)
-            self._findings.extend(self._graph_ranks.run_guarded(compare, _OPERATION))
-            self._graph_ranks.raise_findings(_OPERATION, self._findings, _CURE)
-        self._is_complete = self._backward is not None or not self._zeroed
-        if self._is_complete:
-            self._backward = self._module = None
+        self._graph_ranks.raise_findings(_OPERATION, self._findings, OWN_PLACES_CURE)
+        if self.backward is not None and self._zeroed:
+            compare = partial(self._compare_backward, self.backward, outputs, zeroed)
+            self._graph_ranks.run_guarded(compare, _OPERATION)
+            self._graph_ranks.raise_findings(_OPERATION, self._findings, OWN_PLACES_CURE)
+        if self.backward is not None or not self._zeroed:
+            self.backward = self._module = None
         return outputs
+
+    def _compare_backward(
+        self, run: Callable[[list[Any]], Any], outputs: Sequence[Any], zeroed: Sequence[Tensor]
+    ) -> None:
+        """Run backward from synthetic output gradients twice, and record the first gradient that differs. Collective.
+
+        The second run replaces the forward `outputs` in `_zeroed` by `zeroed`. Does nothing if an input has a symbolic
+        size.
+        """
+        captured = dict(zip(self._saved, outputs, strict=True))
+        replaced = {self._saved[index]: tensor for index, tensor in zip(self._zeroed, zeroed, strict=True)}
+        gradients: dict[str, Tensor] = {}
+        for name, like in self._inputs:
+            if name in captured:
+                continue
+            if not isinstance(like, Tensor) or not all(isinstance(size, int) for size in like.shape):
+                return
+            drawn = torch.Generator(like.device).manual_seed(0)
+            gradient = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            gradients[name] = gradient.normal_(generator=drawn) if like.is_floating_point() else gradient.zero_()
+        given = captured | gradients
+        # Both runs draw the same random numbers, and the following step's are unaffected.
+        cuda = {like.device for _, like in self._inputs if isinstance(like, Tensor) and like.device.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(cuda, key=str)):
+            expected, found = (run([values[name] for name, _ in self._inputs]) for values in (given, given | replaced))
+        for name, right, other in zip(self._gradients, expected, found, strict=True):
+            if isinstance(right, Tensor) and right.is_floating_point():
+                # Gradients that are non-finite as captured are not comparable.
+                finite = right.isfinite()
+                right, other = right[finite].double(), other[finite].double()
+                if not (right - other).norm() <= self._tolerance * right.norm():
+                    self._findings.append(f"{name} of the backward pass depends on unused slots")
+                    return
 
     def _with_comparisons(
         self, module: fx.GraphModule, ranges: Sequence[tuple[fx.Node, RangeSplit, int]]
@@ -231,55 +256,3 @@ def _max_machine_epsilon(split: RangeSplit) -> float:
     }
     values = [node.meta["val"] for node in nodes]
     return max(torch.finfo(one.dtype).eps for one in values if isinstance(one, Tensor) and one.is_floating_point())
-
-
-class CapturedBackward:
-    """A captured backward pass, run with synthetic output gradients. `saved` has the names of the forward outputs."""
-
-    def __init__(self, graph: fx.Graph, saved: Sequence[str]) -> None:
-        self._saved = saved
-        self._inputs = [(node.name, node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
-        outputs: Any = next(iter(reversed(graph.nodes))).args[0]
-        self._names = [describe(node) if isinstance(node, fx.Node) else "" for node in outputs]
-
-    def find_differences(
-        self,
-        run: Callable[[list[Any]], Any],
-        forward_outputs: Sequence[Any],
-        replaced: Mapping[int, Tensor],
-        tolerance: float,
-    ) -> list[str]:
-        """Return a message on the first gradient that changes if forward outputs are replaced. Collective.
-
-        Returns [] if none changes, or if an input has a symbolic size.
-
-        Args:
-            run: the compiled backward pass.
-            replaced: index of a forward output -> its replacement.
-            tolerance: relative to a gradient's norm.
-        """
-        captured = dict(zip(self._saved, forward_outputs, strict=True))
-        zeroed = captured | {self._saved[index]: tensor for index, tensor in replaced.items()}
-        gradients: dict[str, Tensor] = {}
-        for name, like in self._inputs:
-            if name in captured:
-                continue
-            if not isinstance(like, Tensor) or not all(isinstance(size, int) for size in like.shape):
-                return []  # no synthetic gradient for symbolic sizes
-            drawn = torch.Generator(like.device).manual_seed(0)
-            gradient = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-            gradients[name] = gradient.normal_(generator=drawn) if like.is_floating_point() else gradient.zero_()
-        # Both runs draw the same random numbers, and the following step's are unaffected.
-        cuda = {like.device for _, like in self._inputs if isinstance(like, Tensor) and like.device.type == "cuda"}
-        with torch.no_grad(), torch.random.fork_rng(devices=sorted(cuda, key=str)):
-            expected, found = (
-                run([(given | gradients)[name] for name, _ in self._inputs]) for given in (captured, zeroed)
-            )
-        for name, right, other in zip(self._names, expected, found, strict=True):
-            if isinstance(right, Tensor) and right.is_floating_point():
-                # Gradients that are non-finite as captured are not comparable.
-                finite = right.isfinite()
-                right, other = right[finite].double(), other[finite].double()
-                if not (right - other).norm() <= tolerance * right.norm():
-                    return [f"{name} of the backward pass depends on unused slots"]
-        return []

@@ -157,17 +157,16 @@ def plan_pass(
         own = cache_dir() / f"operators-{fingerprint(facts)}.json"
         costs = MeasuredCosts(points, graph_ranks.broadcast_decision(lambda: load_numbers(own)), own)
         facts |= {"settings": asdict(settings), "alike": same_sizes, "phase": phase, "graph": sizes}
-        facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
+        facts |= {"points": points, "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
         cached_text = graph_ranks.broadcast_decision(lambda: read_cache_file(path) or "")
     assert costs is not None
     plan: dict[str, Any] = json.loads(cached_text or "{}")
-    base_order = base_order_of(instructions, gradients, _return_zero)
     with ProgressBar(f"planning the {phase} pass") as bar:
         show: Show = bar.show if graph_ranks.is_leader else _return_zero
+        seconds = _return_zero if cached_text else _instruction_seconds(graph_ranks, instructions, costs, show)
+        base_order = base_order_of(instructions, gradients, seconds)
         if not cached_text:
-            seconds = _instruction_seconds(graph_ranks, instructions, costs, show)
-            base_order = base_order_of(instructions, gradients, seconds)
             plan["beside"] = graph_ranks.broadcast_decision(
                 partial(_assign_weight_gradients, instructions, base_order, seconds, costs)
             )
@@ -176,23 +175,18 @@ def plan_pass(
         reorder(graph, instructions, full_order(instructions, base_order, units_of_start))
         old, instructions = instructions, Instructions(graph)
         if not cached_text:
-            hidden_s = {
-                instructions.position[old.nodes[start]]: overlap_s
-                + sum(
-                    seconds(node)
-                    for unit in units_of_start.get(start, ())
-                    for node in old.nodes_of(base_order.units[unit])
-                )
-                for start, overlap_s in base_order.overlap_s.items()
-            }
+            hidden_s = {}
+            for start, overlap_s in base_order.overlap_s.items():
+                units = [base_order.units[unit] for unit in units_of_start.get(start, ())]
+                added_s = sum(seconds(node) for unit in units for node in old.nodes_of(unit))
+                hidden_s[instructions.position[old.nodes[start]]] = overlap_s + added_s
             chunks, rows = settings.chunks if same_sizes else 1, settings.own_places and phase != "backward"
             settings = replace(settings, chunks=chunks, own_places=rows)
             decide = partial(_decide_ranges, instructions, seconds, hidden_s, costs, settings, show, {})
             # The first run requests costs that no rank has measured yet; the second decides with agreed costs.
             _measure_together(graph_ranks, costs, decide)
             plan |= graph_ranks.broadcast_decision(decide)
-            if path is not None and graph_ranks.is_leader:
-                assert isinstance(costs, MeasuredCosts)
+            if path is not None and isinstance(costs, MeasuredCosts) and graph_ranks.is_leader:
                 costs.save()
                 write_or_warn(path, json.dumps(plan), "what was planned")
     report = _report(old, instructions, phase, plan, base_order.units, units_of_start)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, chunk_shape, shape_of, split_operator, start_of
+from fusedmoe.graph.axes import RESHAPES, Axis, OperatorSplit, Rows, chunk_shape, shape_of, split_operator, start_of
 from fusedmoe.graph.chunk_rows import assemble_rows, check_slots, row_operation
 from fusedmoe.graph.instructions import (
     Instructions,
@@ -37,7 +37,6 @@ from fusedmoe.schedule.task import Task
 _aten = torch.ops.aten
 #: Calls an operator on tensors, or adds a node to a graph.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_RESHAPES = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
 
 
 class RangeSplit(NamedTuple):
@@ -137,15 +136,18 @@ def run_chunk(
     assert shape is not None and isinstance(axis, Axis)
     if target is operator.getitem:
         return call(target, args, kwargs)
-    name = f"{target.namespace}::{name_of(node)}"  # type: ignore[union-attr]
-    if name in _RESHAPES:
+    name = name_of(node)
+    if name in RESHAPES:
         return call(_aten.reshape.default, (args[0], chunk_shape(shape, axis, chunks)), {})
-    if name == "aten::expand":
+    if name == "expand":
         return call(target, (args[0], chunk_shape(shape, axis, chunks)), kwargs)
-    if name in ("aten::slice", "aten::split") and (
-        sized := _chunk_arguments(node, op_split, args, shape[axis.dim] // chunks)
-    ):
-        args = sized
+    if name in ("slice", "split") and op_split.inputs[node.all_input_nodes[0]] != axis:
+        size = shape[axis.dim] // chunks
+        if name == "split":
+            args = (args[0], size, *args[2:])
+        else:
+            start = start_of(node) * size // shape[axis.dim]
+            args = (args[0], axis.dim, start, start + size)
     if is_all_to_all(node):
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
@@ -155,7 +157,7 @@ def run_chunk(
         return chunk
     last = shape[axis.dim] // chunks - 1
     so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
-    if name == "aten::constant_pad_nd":  # the first row is the previous chunk's last one
+    if name == "constant_pad_nd":  # the first row is the previous chunk's last one
         rest = call(_aten.slice.Tensor, (chunk, axis.dim, 1, last + 1), {})
         return call(_aten.cat.default, ([so_far, rest], axis.dim), {})
     return call(_aten.add.Tensor, (chunk, so_far), {})
@@ -164,20 +166,6 @@ def run_chunk(
 def carry_source(node: fx.Node) -> fx.Node:
     """Return the node whose previous chunk a chunk of `node` reads: itself for a cumsum, its input for a shift."""
     return node if node.target is _aten.cumsum.default else node.all_input_nodes[0]
-
-
-def _chunk_arguments(
-    node: fx.Node, op_split: OperatorSplit, args: tuple[Any, ...], size: int
-) -> tuple[Any, ...] | None:
-    """Return the arguments of a slice or split for a chunk of length `size`; None if the arguments remain valid."""
-    (given,) = op_split.inputs.values()
-    if given == op_split.axis:
-        return None
-    if name_of(node) == "split":
-        return (args[0], size, *args[2:])
-    assert isinstance(op_split.axis, Axis)
-    start = start_of(node) * size // (shape_of(node) or ())[op_split.axis.dim]
-    return (args[0], op_split.axis.dim, start, start + size)
 
 
 def view_source(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
@@ -395,13 +383,8 @@ def pipeline_s(
         return None, total_s
 
     for node, op_split in split.split.items():
-        key = (
-            node,
-            op_split.axis,
-            op_split.token_outer,
-            chunks,
-            tuple(source in values for source in node.all_input_nodes),
-        )
+        in_chunks = tuple(source in values for source in node.all_input_nodes)
+        key = (node, op_split.axis, op_split.token_outer, chunks, in_chunks)
         if key not in cache:
             cache[key] = chunk_cost(node, op_split)
         values[node], seconds_s = cache[key]

@@ -12,10 +12,9 @@ model. Parameters are unchanged: checkpoints, LoRA, optimizers and `Trainer` wor
 
 from __future__ import annotations
 
-from fusedmoe.versions import version_error
+from fusedmoe.compat import require_version
 
-if (error := version_error("transformers", "5.23", "6", "fusedmoe.hf")) is not None:
-    raise error
+require_version("transformers", "5.23", "6", "fusedmoe.hf")
 
 from functools import partial
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from fusedmoe.compat.transformers import is_expert_parallel, is_registered, reco
 from fusedmoe.engine.recomputation import is_counting_tokens
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.load import RoutingCounters, expert_load
-from fusedmoe.metrics import Collector, LayerCounters, Metrics, Sink
+from fusedmoe.metrics import Collector, LayerCounters, Metrics
 from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.training import tune_model
 
@@ -36,14 +35,13 @@ class MetricsCallback(TrainerCallback):
     parallelism "moe/rank_rows". Models with `MoELayer`s report all metrics.
 
     Args:
-        sinks: receive the metrics on rank 0, for example `fusedmoe.metrics.JsonLines(path)`.
         per_layer: also report metrics of each layer.
     Raises:
         ConfigError: when training begins, for a model without experts.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = (), per_layer: bool = False) -> None:
-        self._sinks, self._per_layer = tuple(sinks), per_layer
+    def __init__(self, per_layer: bool = False) -> None:
+        self._per_layer = per_layer
         self._metrics: Metrics | RouterMetrics | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -59,9 +57,6 @@ class MetricsCallback(TrainerCallback):
         logs.update(values)
         # The history already has a copy of the logs.
         state.log_history[-1].update(values)
-        if state.is_world_process_zero:
-            for sink in self._sinks:
-                sink.write(state.global_step, values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._close()

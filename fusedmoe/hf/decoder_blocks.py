@@ -34,7 +34,12 @@ FAMILIES = (
 
 
 def pipeline(
-    model: Any, degrees: tuple[int, int] | None = (2, 2), *, policy: str | None = None, recompute: bool = False
+    model: Any,
+    degrees: tuple[int, int] | None = (2, 2),
+    *,
+    policy: str | None = None,
+    recompute: bool = False,
+    wire: str | None = None,
 ) -> list[PipelinedBlocks]:
     """Pipeline a model's decoder blocks: attention of one micro-batch overlaps with the experts of another.
 
@@ -51,6 +56,8 @@ def pipeline(
         policy: "auto" (fastest by prediction) or a policy for whole layers ("flowmoe", "lancet"), which chooses the
             plan instead of `degrees`. The first forward then measures the machine and caches the result on disk.
         recompute: save only the blocks' inputs for backward, and recompute attention.
+        wire: "fp8" or "fp8-both" sends tokens in fp8 (`fusedmoe.Schedule`), also in sequential blocks from now on; None
+            keeps the format of the layers' schedules.
     Returns:
         One module per sequence of consecutive blocks with experts; its `set_plan` changes the plan. Empty without
         expert parallelism or if `degrees` is None.
@@ -80,7 +87,7 @@ def pipeline(
                 f"{library.who}: the ranks of tp_size={module.config.distributed_config.tp_size} share a batch, of "
                 "which each routes a chunk; use fsdp_size and ep_size alone, or schedule=… in place of the pipeline"
             )
-    return pipeline_external(model, library, degrees, policy, recompute)
+    return pipeline_external(model, library, degrees, policy, recompute, wire)
 
 
 class _LocalTensors(ExpertParallelLayer):

@@ -17,7 +17,6 @@ from fusedmoe import autograd
 from fusedmoe.autograd.parallel import join_rows, name_for_graphs, split_counts, split_rows
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Routed
-from fusedmoe.hf.experts_first import call_experts_first
 from fusedmoe.hf.module_experts import (
     check_experts,
     compute_experts,
@@ -112,7 +111,6 @@ class ExpertParallel(EPImplementation):
         name_for_graphs(self._batch_group)
         local, name = _LocalExperts(experts, self._topology.ep.size), f"fusedmoe.hf: {type(experts).__name__}"
         self._exchange = ScheduledExchange(self._topology, local, self.schedule, name)
-        self._exchange.call_experts_first = call_experts_first
         setattr(experts, EXCHANGE, self._exchange)
 
     @classmethod
@@ -125,17 +123,9 @@ class ExpertParallel(EPImplementation):
 
         In compiled models it runs eagerly unless graphs allow dynamic sizes, as with `fullgraph=True`.
         """
-        if not (torch.compiler.is_compiling() and graph_allows_dynamic_sizes()):
-            return self._forward_eager(hidden_states, top_k_index, top_k_weights)
-        batch_group, exchange = self._batch_group, self._exchange
-        counts = split_counts(hidden_states.shape[0], batch_group)
-        given = (hidden_states, top_k_index, top_k_weights)
-        x_TM, expert_TK, weight_TK = (split_rows(value, batch_group, counts) for value in given)
-        bad = exchange.checks.nonfinite_flag(x_TM, weight_TK)
-        x_TM = x_TM.to(row_dtype(base_parameter(self._experts, "down_proj"), hidden_states))
-        layout = autograd.order(expert_TK, self.num_local_experts * self._topology.ep.size)
-        y_TM = exchange.run_in_graph(Routed(x_TM, layout, weight_TK), bad)
-        return join_rows(y_TM, batch_group, counts).to(hidden_states.dtype)
+        if torch.compiler.is_compiling() and graph_allows_dynamic_sizes():
+            return self._dispatch_and_combine(hidden_states, top_k_index, top_k_weights)
+        return self._forward_eager(hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable
     def _forward_eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -148,14 +138,19 @@ class ExpertParallel(EPImplementation):
             return self._dispatch_and_combine(hidden_states, top_k_index, top_k_weights)
 
     def _dispatch_and_combine(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        experts, topology, batch_group = self._experts, self._topology, self._batch_group
-        self._exchange.checks.raise_deferred()
-        counts = split_counts(len(hidden_states), batch_group)
+        batch_group, exchange, in_graph = self._batch_group, self._exchange, torch.compiler.is_compiling()
+        if not in_graph:
+            exchange.checks.raise_deferred()
+        counts = split_counts(hidden_states.shape[0], batch_group)
         # Ranks that share a batch route the same tokens, and each sends its part.
-        start, stop = sum(counts[: batch_group.index]), sum(counts[: batch_group.index + 1])
-        x_TM, weight_TK = (split_rows(value, batch_group, counts) for value in (hidden_states, top_k_weights))
-        refusal = self._exchange.checks.values_refusal(x_TM, weight_TK)
-        x_TM = x_TM.to(row_dtype(base_parameter(experts, "down_proj"), hidden_states))
-        layout = autograd.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size)
-        y_TM = self._exchange.run_by_plan(Routed(x_TM, layout, weight_TK, refusal), hidden_states)
+        given = (hidden_states, top_k_index, top_k_weights)
+        x_TM, expert_TK, weight_TK = (split_rows(value, batch_group, counts) for value in given)
+        find_bad = exchange.checks.nonfinite_flag if in_graph else exchange.checks.values_refusal
+        bad: Any = find_bad(x_TM, weight_TK)
+        x_TM = x_TM.to(row_dtype(base_parameter(self._experts, "down_proj"), hidden_states))
+        layout = autograd.order(expert_TK, self.num_local_experts * self._topology.ep.size)
+        if in_graph:
+            y_TM = exchange.run_in_graph(Routed(x_TM, layout, weight_TK), bad)
+        else:
+            y_TM = exchange.run_by_plan(Routed(x_TM, layout, weight_TK, bad))
         return join_rows(y_TM, batch_group, counts).to(hidden_states.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import accumulate, groupby
 from math import isfinite
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from fusedmoe import Topology, autograd
 from fusedmoe.autograd.checks import require_values
-from fusedmoe.autograd.grouped import clamped_swiglu
+from fusedmoe.autograd.grouped import clamped_swiglu, grouped_linear
 from fusedmoe.autograd.low_rank import low_rank_experts, low_rank_linear
 from fusedmoe.autograd.order import take_pairs
 from fusedmoe.compat.transformers import apply_gate, gate_of, has_default_gate, implementation_of, is_expert_parallel
@@ -252,13 +252,11 @@ def compute_experts(
     """Return the sum of each token's experts, weighted by `weight_N` unless it is None: [T, M] in the dtype of x_TM.
 
     Raises:
-        ConfigError: quantised experts that are split over ranks, or have trained parameters.
+        ConfigError: quantised experts have trained parameters.
     """
     up, up_adapter, up_bias, down, down_adapter, down_bias = parameters.to(x_TM.dtype)
     adapters = Adapters(up_adapter, down_adapter)
     is_quantised = any(isinstance(each, QuantisedMatrices) for each in (up, down))
-    if is_quantised and is_expert_parallel(experts):
-        _refuse_split(experts)
     # Low-rank operators compute no gradients of the matrices.
     if any(each is not None and each.requires_grad for each in (up, down, up_bias, down_bias)):
         if is_quantised:
@@ -310,7 +308,7 @@ def _linear(
     # The operator expects [E, in, out] and treats [E, out, in] as transposed.
     transposed = not experts.is_transposed
     if adapter is None:
-        return autograd.grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
+        return grouped_linear(rows_NI, layout, weight, bias, transposed=transposed)
     return low_rank_linear(rows_NI, layout, weight, adapter, bias, transposed=transposed)
 
 
@@ -410,20 +408,16 @@ def _check_parameter(experts: Any, name: str, tensor: Any) -> None:
             "expert, or choose another experts_implementation"
         )
     if isinstance(tensor, QuantisedMatrices) and is_expert_parallel(experts):
-        _refuse_split(experts)
+        # Quantisers replace a split matrix by a whole one on each rank.
+        raise ConfigError(
+            f"fusedmoe.hf: {type(experts).__name__} is quantised and split over ranks, so each rank would hold all of "
+            "it; load it without ep_size, or without quantisation"
+        )
     if isinstance(tensor, QuantisedMatrices) and fused_activation(experts) is None:
         raise ConfigError(
             f"{who}: {name} is quantised, which only experts whose gate is SwiGLU or similar support; load the model "
             "without quantisation, or choose another experts_implementation"
         )
-
-
-def _refuse_split(experts: Any) -> NoReturn:
-    # Quantisers replace a split matrix by a whole one on each rank.
-    raise ConfigError(
-        f"fusedmoe.hf: {type(experts).__name__} is quantised and split over ranks, so each rank would hold all of it; "
-        "load it without ep_size, or without quantisation"
-    )
 
 
 def is_fused(experts: Any) -> bool:

@@ -17,6 +17,8 @@ from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.engine.recomputation import CheckpointedValues
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import expert_inputs, find_experts
+from fusedmoe.hf.module_experts import NAME
+from fusedmoe.layers.scheduled_exchange import EXCHANGE
 
 # Additive masks use at most −10,000 for masked keys, rounded to any dtype.
 _MASKED_BELOW = -9e3
@@ -42,7 +44,7 @@ def mask_padding(model: Any) -> Any:
     if not experts or outer is None:
         raise ConfigError(f"fusedmoe.hf.mask_padding: {type(model).__name__} has no experts of transformers")
     for name, module in experts.items():
-        if not _is_fused(module):
+        if not (EXCHANGE in vars(module) if is_expert_parallel(module) else implementation_of(module) == NAME):
             raise ConfigError(
                 f"fusedmoe.hf.mask_padding: {name} ({type(module).__name__}) is not computed by this library; call "
                 "fusedmoe.hf.apply first, and with expert parallelism choose ep_implementation='fusedmoe'"
@@ -57,13 +59,6 @@ def mask_padding(model: Any) -> Any:
         # Runs before the hooks that count the experts' inputs.
         module.register_forward_pre_hook(module._fusedmoe_padding.mask, with_kwargs=True, prepend=True)
     return model
-
-
-def _is_fused(experts: Any) -> bool:
-    if not is_expert_parallel(experts):
-        return implementation_of(experts) == "fusedmoe"
-    cells = getattr(experts.forward, "__closure__", None) or ()
-    return any(type(cell.cell_contents).__module__.startswith("fusedmoe.") for cell in cells)
 
 
 class _PaddingTracker:

@@ -13,28 +13,30 @@ from fusedmoe import Schedule, Topology
 from fusedmoe.compat.transformers import implementation_of, is_expert_parallel
 from fusedmoe.errors import ConfigError
 from fusedmoe.hf.callbacks import find_experts
-from fusedmoe.hf.experts_first import call_experts_first
 from fusedmoe.hf.module_experts import NAME, TRANSFORMERS_MODULES, check_experts, defining_module
 from fusedmoe.hf.peft_adapters import forbid_split_merges, synchronize_adapters
+from fusedmoe.layers.schedule import with_wire
 from fusedmoe.layers.scheduled_exchange import EXCHANGE
 
 
-def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
+def apply(model: Any, schedule: str | Schedule | None = None, wire: str | None = None) -> Any:
     """Make this library compute the experts of a transformers model. Returns the model.
 
-    Collective with expert parallelism if a schedule is given or the model has peft adapters, whose values and gradients
-    are then synchronised over ranks.
+    Collective with expert parallelism if a schedule or `wire` is given or the model has peft adapters, whose values and
+    gradients are then synchronised over ranks.
 
     Args:
         model: a `PreTrainedModel`, bare or wrapped (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with or
             without accelerate's hooks (`device_map`, offloading), before training or between steps.
         schedule: schedule of `fusedmoe.MoELayer` for expert parallelism, the same on all ranks. None keeps the current
             schedule.
+        wire: format of rows between ranks, as for `fusedmoe.Schedule`, the same on all ranks; None: that of the
+            schedule.
     Raises:
         ConfigError: not a model; no experts from transformers' registry; a forward replaced by another library;
             unsupported experts; experts outside a `PreTrainedModel`; adapters with tp_size or pp_size above 1; an
-            unknown schedule, or a schedule for experts whose tokens transformers itself sends.
-        RankError: ranks with different schedules.
+            unknown schedule or `wire`, or one for experts whose tokens transformers itself sends.
+        RankError: ranks with different schedules or formats.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"fusedmoe.hf.apply: {model!r} is no model; load it first, by from_pretrained")
@@ -67,8 +69,8 @@ def apply(model: Any, schedule: str | Schedule | None = None) -> Any:
                 f"fusedmoe.hf.apply: {name or 'it'} ({type(module).__name__}) keeps experts_implementation={chosen!r}, "
                 f"which only its PreTrainedModel can set; apply this to that model, not to {who}"
             )
-    if schedule is not None:
-        _set_schedule(model, modules, schedule)
+    if schedule is not None or wire is not None:
+        _set_schedule(modules, schedule, wire)
     return model
 
 
@@ -84,16 +86,18 @@ def _synchronize_adapters(model: Any) -> None:
     synchronize_adapters(model, Topology.from_group(torch.distributed.group.WORLD).world)
 
 
-def _set_schedule(model: nn.Module, modules: dict[str, Any], schedule: str | Schedule) -> None:
+def _set_schedule(modules: dict[str, Any], schedule: str | Schedule | None, wire: str | None) -> None:
+    # Reject unknown names even without expert parallelism.
     if isinstance(schedule, str):
-        Schedule.named(schedule)  # reject an unknown name even without expert parallelism
+        Schedule.named(schedule)
+    chosen = with_wire("off" if schedule is None else schedule, wire)
     for name, module in modules.items():
         exchange = getattr(module, EXCHANGE, None)
-        if exchange is not None:
-            exchange.set_schedule(schedule)
-            if exchange.can_plan:
-                call_experts_first(model.get_submodule(name.rpartition(".")[0]))
-        elif is_expert_parallel(module) and schedule != "off":
+        if exchange is not None and schedule is None:
+            exchange.set_wire(wire)
+        elif exchange is not None:
+            exchange.set_schedule(chosen)
+        elif is_expert_parallel(module) and chosen != "off":
             raise ConfigError(
                 f"fusedmoe.hf.apply: transformers itself sends the tokens of {name} ({type(module).__name__}), so the "
                 f"schedule has no effect; load the model with DistributedConfig(…, ep_implementation={NAME!r})"

@@ -51,37 +51,49 @@ class Activation:
         else:
             self.forward(h, out=a)
 
+    def apply_backward(self, h: Tensor, da: Tensor, a: Tensor | None, dh: Tensor | None, act: Tensor) -> None:
+        """Write the activation to `a` and the pre-activation gradient to `dh`, if given; `act` is scratch like `da`."""
+        if self.gated:
+            g, u = h.split(act.shape[1], 1)
+            self.forward(g, out=act)
+            if a is not None:
+                torch.mul(act, u, out=a)
+            if dh is not None:
+                dg, du = dh.split(act.shape[1], 1)
+                torch.mul(da, act, out=du)
+                torch.mul(da, u, out=act)
+                self.backward(act, g, grad_input=dg)
+        else:
+            if a is not None:
+                self.forward(h, out=a)
+            if dh is not None:
+                self.backward(da, h, grad_input=dh)
+
 
 _silu = _aten.silu.out, _aten.silu_backward.grad_input
 _gelu = _aten.gelu.out, _aten.gelu_backward.grad_input
 _gelu_tanh = tuple(partial(operation, approximate="tanh") for operation in _gelu)
 _relu = partial(torch.clamp_min, min=0), partial(_aten.threshold_backward.grad_input, threshold=0)
 
-_TABLE = (
-    Activation("swiglu", True, *_silu),
-    Activation("geglu", True, *_gelu),
-    Activation("silu", False, *_silu),
-    Activation("gelu", False, *_gelu),
-    Activation("gelu_tanh", False, *_gelu_tanh),
-    Activation("relu", False, *_relu),
-)
-
-ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation in _TABLE}
+ACTIVATIONS = {
+    "swiglu": Activation("swiglu", True, *_silu),
+    "geglu": Activation("geglu", True, *_gelu),
+    "silu": Activation("silu", False, *_silu),
+    "gelu": Activation("gelu", False, *_gelu),
+    "gelu_tanh": Activation("gelu_tanh", False, *_gelu_tanh),
+    "relu": Activation("relu", False, *_relu),
+}
 
 
 def define_activation(name: str, h: Tensor) -> Tensor:
     """Differentiable reference: [..., (2,) H] -> [..., H]."""
-    functional = torch.nn.functional
-    plain: dict[str, Callable[[Tensor], Tensor]] = {
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-        "relu": functional.relu,
-    }
-    if name in plain:
-        return plain[name](h)
-    g, u = h.unbind(-2)
-    return plain[{"swiglu": "silu", "geglu": "gelu"}[name]](g) * u
+    if ACTIVATIONS[name].gated:
+        g, u = h.unbind(-2)
+        return define_activation({"swiglu": "silu", "geglu": "gelu"}[name], g) * u
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(h, approximate="tanh")
+    activation: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, name)
+    return activation(h)
 
 
 def rows_in_cache(row_bytes: int, slice_bytes: int) -> int:

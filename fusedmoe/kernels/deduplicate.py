@@ -179,34 +179,3 @@ def find_invalid_codes(code_P: Tensor, counts_RE: Tensor, token_counts_R: Tensor
         long_P = (token_P[k:] == token_P[:-k]).long()
         wrong_R |= torch.zeros_like(token_counts_R).index_add_(0, source_P[k:], long_P) > 0
     return wrong_R
-
-
-def define_deduplicate_tokens(
-    layout: Layout, peers: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, bool]]]:
-    """Reference for `deduplicate_tokens`, for `peers` ranks with equal shares of the experts.
-
-    Returns:
-        The sent tokens as (destination rank, token), and their pairs as (destination rank, token, local expert there,
-        whether it is the token's first pair there).
-    """
-    expert_of = [expert for expert, count in enumerate(layout.counts) for _ in range(count)]
-    chosen_S = [[expert_of[row] for row in rows if row >= 0] for rows in layout.row_SK.tolist()]
-    tokens, pairs = [], []
-    for rank in range(peers):
-        hosted = range(rank * layout.experts // peers, (rank + 1) * layout.experts // peers)
-        hosted_S = [[expert for expert in experts if expert in hosted] for experts in chosen_S]
-        for token, chosen in enumerate(hosted_S):
-            if chosen:
-                tokens.append((rank, token))
-            pairs += [(rank, token, expert - hosted.start, number == 0) for number, expert in enumerate(chosen)]
-    return tokens, pairs
-
-
-def define_received(pairs: list[tuple[int, int]], tokens: int, experts: int) -> list[list[tuple[int, int]]]:
-    """Return each expert's rows as (token, index in `pairs`)."""
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
-    for number, (expert, token) in enumerate(pairs):
-        assert token < tokens
-        rows[expert].append((token, number))
-    return rows

@@ -251,6 +251,38 @@ def linear(rows: Tensor, forward_map: LinearMap, backward_map: LinearMap, name: 
     return _Linear.apply(rows, forward_map, backward_map, name)
 
 
+class _TransformGradient(Function):
+    operation, double_backward = "a function of a gradient", True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transform: Callable[[Tensor], Tensor], name: str) -> Tensor:
+        ctx.transform = transform
+        return x.detach()  # autograd takes `x` itself for no output; a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transform(grads[0]), None, None
+
+    @classmethod
+    def operation_name(cls, args: Sequence[Any]) -> str:
+        return str(args[2])
+
+
+def transform_gradient(x: Tensor, transform: Callable[[Tensor], Tensor], name: str) -> Tensor:
+    """Return `x`. Backward applies `transform`, which may be differentiable, to its gradient. `name`: in errors."""
+    return _TransformGradient.apply(x, transform, name)
+
+
+def before_backward(y: Tensor, call: Callable[[], object], name: str) -> Tensor:
+    """Return `y`. Its backward first calls `call`. `name`: in errors."""
+
+    def call_first(grad: Tensor) -> Tensor:
+        call()
+        return grad
+
+    return transform_gradient(y, call_first, name)
+
+
 def first_order(operation: str, gradients: Sequence[Any], sources: Iterable[Any]) -> tuple[Any, ...]:
     """Wrap gradients computed without a graph: differentiating them by a source raises `DerivativeError`.
 

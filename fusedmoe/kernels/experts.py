@@ -50,16 +50,22 @@ class Weights:
     b2_start: int = 0
 
     def contiguous(self) -> Weights:
-        w1, w2, b1, b2 = self.w1, self.w2, self.b1, self.b2
-        no_copies = w1.is_contiguous() and w2.is_contiguous() and (b1 is None or b1.is_contiguous())
-        if no_copies and (b2 is None or b2.is_contiguous()):
-            return self
-        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
-        return Weights(w1.contiguous(), w2.contiguous(), b1, b2, self.b2_start)
+        b1 = None if self.b1 is None else self.b1.contiguous()
+        b2 = None if self.b2 is None else self.b2.contiguous()
+        return Weights(self.w1.contiguous(), self.w2.contiguous(), b1, b2, self.b2_start)
 
     def b2_columns(self) -> slice:
         assert self.b2 is not None
         return slice(self.b2_start, self.b2_start + self.b2.shape[1])
+
+    def matrices(self, transposed: bool = False) -> tuple[Sequence[Tensor], Sequence[Tensor], tuple[int, int, int]]:
+        """Return the matrices of both GEMMs by expert, [out, in] or transposed, and M, M' and H."""
+        # For experts with few rows, creating a view takes as long as a GEMM.
+        up, down = self.w1.flatten(1, -2), self.w2
+        sizes = up.shape[2], down.shape[1], down.shape[2]
+        if transposed:
+            up, down = up.mT, down.mT
+        return up.unbind(), down.unbind(), sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +98,6 @@ class Gradients:
     def parameters(self) -> tuple[Tensor | None, ...]:
         return self.w1, self.w2, self.b1, self.b2
 
-    def accumulated_into(self, totals: Gradients | None) -> Gradients:
-        if totals is None:
-            return self
-
-        def add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-            return None if total is None or gradient is None else total.add_(gradient)
-
-        w1, w2, b1, b2 = map(add, totals.parameters, self.parameters)
-        return replace(self, w1=w1, w2=w2, b1=b1, b2=b2)
-
 
 def experts_forward(
     x_SM: Tensor,
@@ -121,27 +117,50 @@ def experts_forward(
         from fusedmoe.kernels.triton import experts
 
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation, shared)
-    x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
-    _, dim, hidden = weights.w2.shape
+    h_NH = x_SM.new_empty((layout.rows, activation.num_projections * weights.w2.shape[2]))
+    y_SM = forward_blocks(x_SM, layout, weight_N, weights, activation, h_NH)
+    return y_SM, h_NH.view(len(h_NH), *weights.w1.shape[1:-1])
+
+
+def forward_blocks(
+    x_SM: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Any,
+    activation: Activation,
+    h_NH: Tensor,
+    adapters: Sequence[Any] = (None, None),
+) -> Tensor:
+    """Compute y_SM block by block in plain PyTorch, and write the pre-activations to h_NH.
+
+    Args:
+        weights: `Weights` or `low_rank.StoredWeights`.
+        adapters: of both GEMMs; `add(block, rows, out)` adds an adapter's products with a block of rows.
+    """
+    x_SM, b1, b2, (up, down) = x_SM.contiguous(), weights.b1, weights.b2, adapters
+    w1_E, w2_E, (_, dim, hidden) = weights.matrices(transposed=True)
     blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
-    width, rows = activation.num_projections * hidden, layout.rows
-    h_NH, out_NM = x_SM.new_empty((rows, width)), x_SM.new_empty((rows, dim))
+    out_NM = x_SM.new_empty((len(h_NH), dim))
     x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
-    # For experts with few rows, creating a view takes as long as a GEMM.
-    w1_E, w2_E = weights.w1.flatten(1, -2).mT.unbind(), weights.w2.mT.unbind()
     for block in blocks:
         x, h, a, out = block.gather(x_SM, layout, x_buffer), block.of(h_NH), a_buffer[: block.rows], block.of(out_NM)
         for expert, x_e, h_e in block.by_expert(x, h):
             torch.mm(x_e, w1_E[expert], out=h_e)
-            if b1 is not None:
+        if up is not None:
+            up.add(block, x, h)
+        if b1 is not None:
+            for expert, h_e in block.by_expert(h):
                 h_e.add_(b1[expert].view(-1))
         for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
             activation.apply(h_part, a_part)
         for expert, a_e, out_e in block.by_expert(a, out):
             torch.mm(a_e, w2_E[expert], out=out_e)
-            if b2 is not None:
-                out_e[:, weights.b2_columns()].add_(b2[expert])
-    return gather_sum(out_NM, layout, weight_N), h_NH.view(layout.rows, *weights.w1.shape[1:-1])
+        if down is not None:
+            down.add(block, a, out)
+        if b2 is not None:
+            for expert, out_e in block.by_expert(out[:, weights.b2_columns()]):
+                out_e.add_(b2[expert])
+    return gather_sum(out_NM, layout, weight_N)
 
 
 def experts_backward(
@@ -172,7 +191,7 @@ def experts_backward(
         grads = experts_backward_weights(dy_SM, x_SM, intermediates, *given, into, needs_grad, shared)
         return replace(grads, x_SM=dx_SM, weight_N=dweight_N)
     # One loop for both halves keeps each block in cache.
-    rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad)
+    rows = RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad)
     parameters = _ParameterGradients(dy_SM, x_SM, layout, weight_N, weights, into, needs_grad, rows.max_rows)
     a_buffer = dy_SM.new_empty((rows.max_rows, weights.w2.shape[2])) if needs_grad.w2 else None
     needs_dh = needs_grad.x_SM or needs_grad.w1 or needs_grad.b1
@@ -202,7 +221,7 @@ def experts_backward_rows(
         from fusedmoe.kernels.triton import experts
 
         return experts.experts_backward_rows(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad, shared)
-    rows = _RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad)
+    rows = RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad)
     a_NH = dy_SM.new_empty((layout.rows, weights.w2.shape[2])) if needs_grad.w2 else None
     dh_NH = dy_SM.new_empty((layout.rows, rows.width)) if needs_grad.w1 or needs_grad.b1 else None
     # dH that no parameter needs is one block of scratch space.
@@ -243,10 +262,12 @@ def experts_backward_weights(
     return parameters.gradients(None, None)
 
 
-class _RowGradients:
+class RowGradients:
     """Gradients of rows and router weights, accumulated block by block in plain PyTorch.
 
-    `width` is the width of a row of H. `dweight_N` is zero in padding rows, and None if not requested.
+    `hidden` and `width` are the widths of rows of A and H. `dweight_N` is zero in padding rows, and None if not
+    requested. `weights` and `adapters` are as in `forward_blocks`; `add_input_gradient(block, dout, din)` adds the
+    gradient through an adapter.
     """
 
     def __init__(
@@ -255,26 +276,28 @@ class _RowGradients:
         h_NH: Tensor | None,
         layout: Layout,
         weight_N: Tensor | None,
-        weights: Weights,
+        weights: Any,
         activation: Activation,
         needs_grad: NeedsGrad,
+        adapters: Sequence[Any] = (None, None),
     ) -> None:
-        _, dim, hidden = weights.w2.shape
+        self._w1_E, self._w2_E, (input_dim, dim, hidden) = weights.matrices()
         self._layout, self._weight_N, self._weights, self._activation = layout, weight_N, weights, activation
+        rows = layout.rows
+        self._up, self._down = adapters
         self.blocks, self.max_rows, step = row_blocks(layout, dy_SM, hidden)
-        self.width = activation.num_projections * hidden
-        self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(layout.rows, self.width)
-        self._w1_E, self._w2_E = weights.w1.flatten(1, -2).unbind(), weights.w2.unbind()
+        self.hidden, self.width = hidden, activation.num_projections * hidden
+        self._dy_SM, self._h_NH = dy_SM.contiguous(), None if h_NH is None else h_NH.view(rows, self.width)
         self._dy, self._da = dy_SM.new_empty((self.max_rows, dim)), dy_SM.new_empty((self.max_rows, hidden))
         # `_a` holds activations that no parameter gradient needs.
         self._step = step
-        self._act, self._a = (dy_SM.new_empty((min(self.max_rows, step), hidden)) for _ in range(2))
-        self._dx_NM = dy_SM.new_empty((layout.rows, weights.w1.shape[-1])) if needs_grad.x_SM else None
-        self.dweight_N = dy_SM.new_zeros(layout.rows) if weight_N is not None and needs_grad.weight_N else None
+        part_rows = min(self.max_rows, step)
+        self._act, self._a = dy_SM.new_empty((part_rows, hidden)), dy_SM.new_empty((part_rows, hidden))
+        self._dx_NM = dy_SM.new_empty((rows, input_dim)) if needs_grad.x_SM else None
+        self.dweight_N = dy_SM.new_zeros(rows) if weight_N is not None and needs_grad.weight_N else None
 
     def add(self, block: _RowBlock, a: Tensor | None, dh: Tensor | None) -> Tensor:
         """Compute one block's gradients, fill `a` (activations) and `dh`, if given, and return dy of its rows."""
-        activation, hidden, step = self._activation, self._act.shape[1], self._step
         dy = block.gather(self._dy_SM, self._layout, self._dy)
         ds = None if self.dweight_N is None else block.of(self.dweight_N)
         if self._h_NH is None or (a is dh is ds is None):
@@ -283,35 +306,27 @@ class _RowGradients:
         if dh is not None or ds is not None:
             for expert, dy_e, da_e in block.by_expert(dy, da):
                 torch.mm(dy_e, self._w2_E[expert], out=da_e)
-        for first in range(0, block.rows, step):
-            part = slice(first, first + step)
+            if self._down is not None:
+                self._down.add_input_gradient(block, dy, da)
+        for first in range(0, block.rows, self._step):
+            part = slice(first, first + self._step)
             h_part, da_part = h[part], da[part]
             act = self._act[: len(h_part)]
-            a_part = self._a[: len(h_part)] if a is None else a[part]
-            if activation.gated:
-                g, u = h_part.split(hidden, 1)
-                activation.forward(g, out=act)
-                if a is not None or ds is not None:
-                    torch.mul(act, u, out=a_part)
-                if dh is not None:
-                    dg, du = dh[part].split(hidden, 1)
-                    torch.mul(da_part, act, out=du)
-                    torch.mul(da_part, u, out=act)
-                    activation.backward(act, g, grad_input=dg)
-            else:
-                if a is not None or ds is not None:
-                    activation.forward(h_part, out=a_part)
-                if dh is not None:
-                    activation.backward(da_part, h_part, grad_input=dh[part])
+            a_part = a[part] if a is not None else None if ds is None else self._a[: len(h_part)]
+            self._activation.apply_backward(h_part, da_part, a_part, None if dh is None else dh[part], act)
             if ds is not None:
                 # Two passes over cached data; a batched row-by-column product takes four times as long.
+                assert a_part is not None
                 torch.sum(torch.mul(da_part, a_part, out=act), 1, out=ds[part])
         if ds is not None and self._weights.b2 is not None:
             for expert, dy_e, ds_e in block.by_expert(dy[:, self._weights.b2_columns()], ds):
                 ds_e.add_(dy_e @ self._weights.b2[expert])
-        if self._dx_NM is not None and dh is not None:
-            for expert, dh_e, dx_e in block.by_expert(dh, block.of(self._dx_NM)):
+        dx = None if self._dx_NM is None or dh is None else block.of(self._dx_NM)
+        if dx is not None and dh is not None:
+            for expert, dh_e, dx_e in block.by_expert(dh, dx):
                 torch.mm(dh_e, self._w1_E[expert], out=dx_e)
+        if self._up is not None:
+            self._up.add_input_gradient(block, dh, dx)
         return dy
 
     def dx_SM(self) -> Tensor | None:
@@ -399,7 +414,11 @@ class _ParameterGradients:
             last = expert
 
     def gradients(self, dx_SM: Tensor | None, dweight_N: Tensor | None) -> Gradients:
-        return replace(self._totals, x_SM=dx_SM, weight_N=dweight_N).accumulated_into(self._deferred_totals)
+        if self._deferred_totals is None:
+            return replace(self._totals, x_SM=dx_SM, weight_N=dweight_N)
+        pairs = zip(self._deferred_totals.parameters, self._totals.parameters, strict=True)
+        sums = (None if total is None or grad is None else total.add_(grad) for total, grad in pairs)
+        return Gradients(dx_SM, dweight_N, *sums)
 
 
 @dataclass

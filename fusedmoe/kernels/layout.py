@@ -1,4 +1,4 @@
-"""Layout: the position of every routed row after sorting by expert.
+"""Layout: the position of every routed row after sorting by expert, and row tiles of the sorted rows.
 
 Example, two experts, K = 2, capacity 2: expert_SK = [[0, 1], [0, 1], [0, -1]]. Sorted rows of expert 0: tokens 0, 1
 (token 2 is dropped: the expert is full); of expert 1: tokens 0, 1. So counts_E = [2, 2], offsets_E1 = [0, 2, 4],
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,3 +215,48 @@ def define_layout(
         torch.tensor([s * K + k for s, k in flat], dtype=torch.long, device="cpu"),
         row_SK,
     )
+
+
+class Tiles(NamedTuple):
+    """Row tiles of experts, in a table whose size is known without a device synchronization.
+
+    `table` [tiles, 2] int32 (expert, first row), expert -1 if unused; `used` [1] int32, tiles in use.
+    """
+
+    table: Tensor
+    used: Tensor
+
+
+def tile_bound(rows: int, experts: int, block_rows: int) -> int:
+    return rows // block_rows + experts
+
+
+def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
+    """List (expert, first row) of each tile of up to `block_rows` rows of one expert; (-1, 0) if unused.
+
+    Example, tiles of 4 rows, counts [5, 0, 3]: the table is [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
+    """
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [[expert, row] for row in range(start, start + count, block_rows)]
+        start += count
+    return tiles + [[-1, 0]] * (tile_bound(rows, len(counts), block_rows) - len(tiles))
+
+
+def define_arrival_order(
+    table: list[list[int]], ends: list[int], source: list[int], block_rows: int, rows_per_signal: int, signals: int
+) -> list[list[int]]:
+    """Sort row tiles by the last signal they wait for, if their rows are sorted by arrival. Unused tiles are last.
+
+    Args:
+        ends: end of each expert's rows.
+        source: index of each row in the receive buffer, which has one signal per `rows_per_signal` rows.
+        signals: number of signals per source rank.
+    """
+
+    def last_signal(tile: list[int]) -> int:
+        expert, start = tile
+        last = min(start + block_rows, ends[expert]) - 1
+        return signals if expert < 0 else source[last] // rows_per_signal % signals
+
+    return sorted(table, key=last_signal)

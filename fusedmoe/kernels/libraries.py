@@ -53,13 +53,10 @@ def nvshmem_bitcode() -> dict[str, str]:
     path = lib / "libnvshmem_device.bc"
     if not path.exists():
         paths_by_capability = {int(one.stem.rpartition("_")[2]): one for one in lib.glob("libnvshmem_device_sm_*.bc")}
-        major, minor = _capability()
+        has_gpu = torch.cuda.is_available()
+        major, minor = torch.cuda.get_device_capability() if has_gpu else divmod(_MIN_CAPABILITY, 10)
         supported = [each for each in paths_by_capability if _MIN_CAPABILITY <= each <= 10 * major + minor]
         if not supported:
             raise ConfigError(f"{path.name} not found in {lib}: install NVSHMEM {NVSHMEM_VERSION}")
         path = paths_by_capability[max(supported)]
     return {"libnvshmem_device": str(path)}
-
-
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else divmod(_MIN_CAPABILITY, 10)

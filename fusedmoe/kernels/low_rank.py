@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import has_kernels
-from fusedmoe.kernels.experts import Weights, define_experts, row_blocks
+from fusedmoe.kernels.experts import RowGradients, Weights, define_experts, forward_blocks
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.grouped import grouped_dweight, grouped_product
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.needs_grad import NeedsGrad
 
 
 class LowRank(NamedTuple):
@@ -92,14 +93,21 @@ class StoredWeights:
     def b2_columns(self) -> slice:
         return slice(None)
 
+    def matrices(self, transposed: bool = False) -> tuple[Any, Any, tuple[int, int, int]]:
+        sizes = self.up.shape[2], self.down.shape[1], self.down.shape[2]
+        return (_Transposed(self.up), _Transposed(self.down), sizes) if transposed else (self.up, self.down, sizes)
 
-class FactorGradients(NamedTuple):
-    """Gradients of the adapters' factors; None without an adapter or if not requested."""
 
-    up_a: Tensor | None
-    up_b: Tensor | None
-    down_a: Tensor | None
-    down_b: Tensor | None
+@dataclass(frozen=True)
+class _Transposed:
+    matrices: StoredMatrices
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return self.matrices[expert].t()
+
+
+# Gradients of A and B of the up adapter, then of the down adapter; None without an adapter or if not requested.
+FactorGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def low_rank_forward(
@@ -116,29 +124,15 @@ def low_rank_forward(
     """
     if isinstance(weights, Weights) and has_kernels(x_SM):
         return _forward_grouped(x_SM, layout, weight_N, weights, adapters, activation)
-    x_SM, b1, b2 = x_SM.contiguous(), weights.b1, weights.b2
-    up_E, down_E, dim, hidden = _matrices(weights)
-    blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
-    hidden_NL = x_SM.new_empty((layout.rows, hidden_width(weights, adapters)))
-    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, weights, adapters)
-    out_NM = x_SM.new_empty((layout.rows, dim))
-    x_buffer, a_buffer = x_SM.new_empty((max_rows, x_SM.shape[1])), x_SM.new_empty((max_rows, hidden))
-    up_adapter, down_adapter = (_ForwardAdapter(adapter) for adapter in adapters)
-    for block in blocks:
-        x, a, h = block.gather(x_SM, layout, x_buffer), a_buffer[: block.rows], block.of(h_NH)
-        for expert, x_e, h_e, low_e in block.by_expert(x, h, block.of(up_low_Nr)):
-            torch.mm(x_e, up_E[expert].t(), out=h_e)
-            up_adapter.add(expert, x_e, low_e, h_e)
-            if b1 is not None:
-                h_e.add_(b1[expert].view(-1))
-        for h_part, a_part in zip(h.split(step), a.split(step), strict=True):
-            activation.apply(h_part, a_part)
-        for expert, a_e, out_e, low_e in block.by_expert(a, block.of(out_NM), block.of(down_low_Nr)):
-            torch.mm(a_e, down_E[expert].t(), out=out_e)
-            down_adapter.add(expert, a_e, low_e, out_e)
-            if b2 is not None:
-                out_e[:, weights.b2_columns()].add_(b2[expert])
-    return gather_sum(out_NM, layout, weight_N), hidden_NL
+    down = weights.down if isinstance(weights, StoredWeights) else weights.w2
+    width = activation.num_projections * down.shape[2] + sum(_ranks(adapters))
+    hidden_NL = x_SM.new_empty((layout.rows, width))
+    h_NH, *low = _parts(hidden_NL, adapters)
+    forward_adapters = [
+        None if adapter is None else _ForwardAdapter(adapter, low_Nr)
+        for adapter, low_Nr in zip(adapters, low, strict=True)
+    ]
+    return forward_blocks(x_SM, layout, weight_N, weights, activation, h_NH, forward_adapters), hidden_NL
 
 
 def low_rank_backward(
@@ -157,142 +151,84 @@ def low_rank_backward(
     if isinstance(weights, Weights) and has_kernels(x_SM):
         given = dy_SM, x_SM, hidden_NL, layout, weight_N, weights, adapters, activation, needs_factor_grads
         return _backward_grouped(*given, needs_dx)
-    x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
-    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, weights, adapters)
-    up_E, down_E, dim, hidden = _matrices(weights)
-    blocks, max_rows, step = row_blocks(layout, x_SM, hidden)
-    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1])) if needs_dx else None
-    dweight_N = None if weight_N is None else x_SM.new_zeros(layout.rows)
-    widths = (x_SM.shape[1], dim, hidden, hidden, activation.num_projections * hidden)
-    x_buffer, dy_buffer, a_buffer, da_buffer, dh_buffer = (x_SM.new_empty((max_rows, width)) for width in widths)
-    act_buffer = x_SM.new_empty((min(max_rows, step), hidden))
-    up_adapter, down_adapter = (
-        _FactorGradientSums(adapter, weight_N, max_rows, needs_factor_grads, x_SM) for adapter in adapters
+    x_SM = x_SM.contiguous()
+    h_NH, *low = _parts(hidden_NL, adapters)
+    up, down = (
+        None if adapter is None else _FactorGradientSums(adapter, low_Nr, weight_N, needs_factor_grads)
+        for adapter, low_Nr in zip(adapters, low, strict=True)
     )
-    for block in blocks:
-        dy, h = block.gather(dy_SM, layout, dy_buffer), block.of(h_NH)
-        a, da, dh = (buffer[: block.rows] for buffer in (a_buffer, da_buffer, dh_buffer))
-        for expert, dy_e, da_e, t_e in block.by_expert(dy, da, down_adapter.low_rank_rows(block.rows)):
-            torch.mm(dy_e, down_E[expert], out=da_e)
-            down_adapter.add_input_gradient(expert, dy_e, t_e, da_e)
-        ds = None if dweight_N is None else block.of(dweight_N)
-        for first in range(0, block.rows, step):
-            part = slice(first, first + step)
-            act = act_buffer[: len(a[part])]
-            _activate_backward(activation, h[part], da[part], a[part], dh[part], act)
-            if ds is not None:
-                torch.sum(torch.mul(da[part], a[part], out=act), 1, out=ds[part])
-        if ds is not None and weights.b2 is not None:
-            for expert, dy_e, ds_e in block.by_expert(dy[:, weights.b2_columns()], ds):
-                ds_e.add_(dy_e @ weights.b2[expert])
-        if dx_NM is not None:
-            for expert, dh_e, dx_e, t_e in block.by_expert(dh, block.of(dx_NM), up_adapter.low_rank_rows(block.rows)):
-                torch.mm(dh_e, up_E[expert], out=dx_e)
-                up_adapter.add_input_gradient(expert, dh_e, t_e, dx_e)
-        elif up_adapter.needs_grad:
-            for expert, dh_e, t_e in block.by_expert(dh, up_adapter.low_rank_rows(block.rows)):
-                up_adapter.add_input_gradient(expert, dh_e, t_e, None)
-        down_adapter.add_gradients(block, a, dy, block.of(down_low_Nr))
-        if up_adapter.needs_grad:  # the tokens are read only here
-            up_adapter.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh, block.of(up_low_Nr))
-    dx_SM = None if dx_NM is None else gather_sum(dx_NM, layout, weight_N)
-    return dx_SM, dweight_N, FactorGradients(up_adapter.da, up_adapter.db, down_adapter.da, down_adapter.db)
+    needs_grad = NeedsGrad(x_SM=needs_dx)
+    rows = RowGradients(dy_SM, h_NH, layout, weight_N, weights, activation, needs_grad, (up, down))
+    x_buffer, a_buffer, dh_buffer = (
+        x_SM.new_empty((rows.max_rows, width)) for width in (x_SM.shape[1], rows.hidden, rows.width)
+    )
+    for block in rows.blocks:
+        a, dh = a_buffer[: block.rows], dh_buffer[: block.rows]
+        dy = rows.add(block, a, dh)
+        if needs_factor_grads and down is not None:
+            down.add_gradients(block, a, dy)
+        if needs_factor_grads and up is not None:  # the tokens are read only here
+            up.add_gradients(block, block.gather(x_SM, layout, x_buffer), dh)
+    grads = [(None, None) if sums is None else (sums.da, sums.db) for sums in (up, down)]
+    return rows.dx_SM(), rows.dweight_N, (*grads[0], *grads[1])
 
 
-def _matrices(weights: Weights | StoredWeights) -> tuple[Any, Any, int, int]:
-    if isinstance(weights, StoredWeights):
-        _, dim, hidden = weights.down.shape
-        return weights.up, weights.down, dim, hidden
-    _, dim, hidden = weights.w2.shape
-    return weights.w1.flatten(1, -2).unbind(), weights.w2.unbind(), dim, hidden
+def _ranks(adapters: Adapters) -> list[int]:
+    return [0 if adapter is None else adapter.a_ErI.shape[1] for adapter in adapters]
 
 
-def _widths(weights: Weights | StoredWeights, adapters: Adapters) -> list[int]:
-    ranks = (0 if adapter is None else adapter.a_ErI.shape[1] for adapter in adapters)
-    up = weights.up if isinstance(weights, StoredWeights) else weights.w1.flatten(1, -2)
-    return [up.shape[1], *ranks]
-
-
-def hidden_width(weights: Weights | StoredWeights, adapters: Adapters) -> int:
-    """Return L, the number of columns of hidden_NL."""
-    return sum(_widths(weights, adapters))
-
-
-def _parts(hidden_NL: Tensor, weights: Weights | StoredWeights, adapters: Adapters) -> tuple[Tensor, ...]:
+def _parts(hidden_NL: Tensor, adapters: Adapters) -> tuple[Tensor, ...]:
     """Split hidden_NL by columns: the pre-activation, then x·Aᵀ of the up and the down adapter."""
-    return hidden_NL.split(_widths(weights, adapters), 1)
+    ranks = _ranks(adapters)
+    return hidden_NL.split([hidden_NL.shape[1] - sum(ranks), *ranks], 1)
 
 
 class _ForwardAdapter:
     """Adapter of one GEMM in forward, with per-expert views of its transposed factors."""
 
-    def __init__(self, adapter: LowRank | None) -> None:
-        self._adapter = adapter
-        if adapter is not None:
-            self._a_E, self._b_E = adapter.a_ErI.mT.unbind(), adapter.b_EOr.mT.unbind()
+    def __init__(self, adapter: LowRank, low_Nr: Tensor) -> None:
+        self._low_Nr, self._scale = low_Nr, adapter.scale
+        self._a_E, self._b_E = adapter.a_ErI.mT.unbind(), adapter.b_EOr.mT.unbind()
 
-    def add(self, expert: int, x_e: Tensor, low_e: Tensor, out_e: Tensor) -> None:
-        """Write x·Aᵀ of an expert's rows to `low_e`, and add scale·(x·Aᵀ)·Bᵀ to `out_e`."""
-        if self._adapter is not None:
+    def add(self, block: Any, x: Tensor, out: Tensor) -> None:
+        """Write x·Aᵀ of a block's rows to `low_Nr`, and add scale·(x·Aᵀ)·Bᵀ to `out`."""
+        for expert, x_e, low_e, out_e in block.by_expert(x, block.of(self._low_Nr), out):
             torch.mm(x_e, self._a_E[expert], out=low_e)
-            torch.addmm(out_e, low_e, self._b_E[expert], alpha=self._adapter.scale, out=out_e)
+            torch.addmm(out_e, low_e, self._b_E[expert], alpha=self._scale, out=out_e)
 
 
 class _FactorGradientSums:
     """Adapter of one GEMM in backward, and the gradients of its factors, None unless they are trained."""
 
-    def __init__(
-        self, adapter: LowRank | None, weight_N: Tensor | None, max_rows: int, needs_grad: bool, like: Tensor
-    ) -> None:
-        self._adapter, self.needs_grad = adapter, needs_grad and adapter is not None
-        rank = 0 if adapter is None else adapter.a_ErI.shape[1]
-        self._t = like.new_empty((max_rows, rank))
-        self.da = self.db = None
-        if adapter is None:
-            return
+    def __init__(self, adapter: LowRank, low_Nr: Tensor, weight_N: Tensor | None, needs_grad: bool) -> None:
+        self._low_Nr, self._scale, self._needs_grad = low_Nr, adapter.scale, needs_grad
         self._a_E, self._b_E = adapter.a_ErI.unbind(), adapter.b_EOr.unbind()
-        self._factor_N1 = None if weight_N is None else (weight_N.to(like.dtype) * adapter.scale)[:, None]
-        if self.needs_grad:
+        self._factor_N1 = None if weight_N is None else (weight_N.to(low_Nr.dtype) * adapter.scale)[:, None]
+        self.da = self.db = None
+        if needs_grad:
             # Zeros for experts without rows; experts with many rows accumulate blocks.
             self.da, self.db = torch.zeros_like(adapter.a_ErI), torch.zeros_like(adapter.b_EOr)
             self._da_E, self._db_E = self.da.unbind(), self.db.unbind()
 
-    def low_rank_rows(self, rows: int) -> Tensor:
-        return self._t[:rows]
-
-    def add_input_gradient(self, expert: int, dh_e: Tensor, t_e: Tensor, dx_e: Tensor | None) -> None:
-        """Write dh·B of an expert's rows to `t_e`, and add scale·(dh·B)·A to `dx_e`, if given."""
-        if self._adapter is None:
+    def add_input_gradient(self, block: Any, dout: Tensor, din: Tensor | None) -> None:
+        """Compute dout·B of a block's rows, and add scale·(dout·B)·A to `din`, if given."""
+        if din is None and not self._needs_grad:
             return
-        torch.mm(dh_e, self._b_E[expert], out=t_e)
-        if dx_e is not None:
-            torch.addmm(dx_e, t_e, self._a_E[expert], alpha=self._adapter.scale, out=dx_e)
+        self._t = dout.new_empty((block.rows, self._low_Nr.shape[1]))
+        for expert, dout_e, t_e in block.by_expert(dout, self._t):
+            torch.mm(dout_e, self._b_E[expert], out=t_e)
+        if din is not None:
+            for expert, t_e, din_e in block.by_expert(self._t, din):
+                torch.addmm(din_e, t_e, self._a_E[expert], alpha=self._scale, out=din_e)
 
-    def add_gradients(self, block: Any, x: Tensor, dh: Tensor, low: Tensor) -> None:
-        """Accumulate the factor gradients of one block, after `add_input_gradient` has stored its dh·B."""
-        if not self.needs_grad:
-            return
-        assert self._adapter is not None
-        factor = self._adapter.scale if self._factor_N1 is None else block.of(self._factor_N1)
-        t, low = self._t[: block.rows].mul_(factor), low * factor
-        columns = zip(t.t().split(block.sizes, 1), dh.t().split(block.sizes, 1), strict=True)
-        for (expert, x_e, low_e), (t_e, dh_e) in zip(block.by_expert(x, low), columns, strict=True):
+    def add_gradients(self, block: Any, x: Tensor, dout: Tensor) -> None:
+        """Accumulate the factor gradients of one block, after `add_input_gradient` has computed its dout·B."""
+        factor = self._scale if self._factor_N1 is None else block.of(self._factor_N1)
+        t, low = self._t.mul_(factor), block.of(self._low_Nr) * factor
+        columns = zip(t.t().split(block.sizes, 1), dout.t().split(block.sizes, 1), strict=True)
+        for (expert, x_e, low_e), (t_e, dout_e) in zip(block.by_expert(x, low), columns, strict=True):
             torch.addmm(self._da_E[expert], t_e, x_e, out=self._da_E[expert])
-            torch.addmm(self._db_E[expert], dh_e, low_e, out=self._db_E[expert])
-
-
-def _activate_backward(activation: Activation, h: Tensor, da: Tensor, a: Tensor, dh: Tensor, act: Tensor) -> None:
-    """Write the activation to `a` and the pre-activation gradient to `dh`; `act` is scratch like `a`."""
-    if activation.gated:
-        (g, u), (dg, du) = h.split(a.shape[1], 1), dh.split(a.shape[1], 1)
-        activation.forward(g, out=act)
-        torch.mul(act, u, out=a)
-        torch.mul(da, act, out=du)
-        torch.mul(da, u, out=act)
-        activation.backward(act, g, grad_input=dg)
-    else:
-        activation.forward(h, out=a)
-        activation.backward(da, h, grad_input=dh)
+            torch.addmm(self._db_E[expert], dout_e, low_e, out=self._db_E[expert])
 
 
 def low_rank_product(
@@ -356,12 +292,12 @@ def _backward_grouped(
     needs_factor_grads: bool,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, FactorGradients]:
-    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, weights, adapters)
+    h_NH, up_low_Nr, down_low_Nr = _parts(hidden_NL, adapters)
     # Results have zero padding rows, which activations keep.
     dout_NM = permute(dy_SM, layout)
     da_NH, down_t = low_rank_input_gradient(dout_NM, weights.w2, adapters.down, layout, True)
     a_NH, act_NH, dh_NH = (like.new_empty(like.shape) for like in (da_NH, da_NH, h_NH))
-    _activate_backward(activation, h_NH, da_NH, a_NH, dh_NH, act_NH)
+    activation.apply_backward(h_NH, da_NH, a_NH, dh_NH, act_NH)
     dweight_N = None
     if weight_N is not None:
         dweight_N = torch.mul(da_NH, a_NH, out=act_NH).sum(1)
@@ -373,15 +309,16 @@ def _backward_grouped(
         dx_SM = gather_sum(dx_NM, layout, weight_N)
     else:
         up_t = _scaled_dout_b(dh_NH, adapters.up, layout)
-    grads: list[Tensor | None] = [None] * 4
+    up_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    down_grads: tuple[Tensor | None, Tensor | None] = (None, None)
     factor = 1.0 if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
     if needs_factor_grads and adapters.up is not None:
         given = (up_t * factor, permute(x_SM, layout), dh_NH, up_low_Nr * factor)
-        grads[:2] = low_rank_factor_gradients(*given, adapters.up.scale, layout)
+        up_grads = low_rank_factor_gradients(*given, adapters.up.scale, layout)
     if needs_factor_grads and adapters.down is not None:
         given = (down_t * factor, a_NH, dout_NM, down_low_Nr * factor)
-        grads[2:] = low_rank_factor_gradients(*given, adapters.down.scale, layout)
-    return dx_SM, dweight_N, FactorGradients(*grads)
+        down_grads = low_rank_factor_gradients(*given, adapters.down.scale, layout)
+    return dx_SM, dweight_N, (*up_grads, *down_grads)
 
 
 def _full_bias(weights: Weights) -> Tensor | None:

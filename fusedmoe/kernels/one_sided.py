@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.kernels.tiles import Tiles
+from fusedmoe.kernels.layout import Layout, Tiles, offsets
 
 # Record of a failed wait: reason, index of the signal, expected and seen value, address of the signals.
 RECORD_SIZE = 5
@@ -86,14 +85,10 @@ class Network(NamedTuple):
     dummy_signal: Tensor
     libraries: Mapping[str, str]
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"extern_libs": dict(self.libraries)}
-
 
 def nvshmem_options(network: Network | None) -> dict[str, Any]:
     """Return the constexpr `NVSHMEM` of a kernel and, with a network, its launch options."""
-    return {"NVSHMEM": False} if network is None else {"NVSHMEM": True, **network.options}
+    return {"NVSHMEM": False} if network is None else {"NVSHMEM": True, "extern_libs": dict(network.libraries)}
 
 
 def network_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
@@ -308,7 +303,8 @@ def define_sends(
     first_SW = first[:-1].view(num_tokens, num_ranks)
     # Tiles of the first chunk are complete earliest.
     token_SW = first_SW.argsort(dim=0, stable=True)
-    buffer_row_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _row_index_like(token_SW))
+    place_SW = torch.arange(num_tokens, device=device)[:, None].expand_as(token_SW)
+    buffer_row_SW = torch.empty_like(token_SW).scatter_(0, token_SW, place_SW)
     token_WC = torch.zeros((num_ranks, capacity), dtype=torch.int32, device=device)
     token_WC[:, :num_tokens] = token_SW.t()
 
@@ -428,10 +424,6 @@ def _keys(arrivals: Arrivals, results_per_source: int, padding: int) -> Tensor:
 def without_sources(arrivals: Arrivals) -> Layout:
     """Return the layout of rows that were copied from the buffer into the order of the layout."""
     return replace(arrivals.layout, source_N=None)
-
-
-def _row_index_like(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[0], device=x.device)[:, None].expand_as(x)
 
 
 def expand_to_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:

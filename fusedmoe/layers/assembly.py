@@ -20,7 +20,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.conversion import ExpertSource
 from fusedmoe.experts.networks import NAMED, Experts, Place, assign_evenly
 from fusedmoe.gates import Gate, SoftMoE
-from fusedmoe.hooks import Hooks
+from fusedmoe.hooks import Hooks, hooks_and_wire
 from fusedmoe.layers.input_checks import uniform_load_error
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
 from fusedmoe.orders import Einsum, Order
@@ -94,11 +94,15 @@ def make_plans(schedule: str | Schedule | None, parts: LayerParts, is_placed: bo
     """Create the plan provider of a layer. With schedule "off" or None, the layer follows assigned plans only."""
     if schedule is None or schedule == "off":
         return LayerPlans(parts, is_placed)
-    from fusedmoe.layers.schedule import Schedule, ScheduledPlans
+    from fusedmoe.layers.schedule import OFF, Schedule, ScheduledPlans
 
     # A name may imply more than a policy: "auto" also allows one-sided kernels.
     named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
     assert named is not None
+    if isinstance(named, Schedule) and named.policy == OFF:
+        plans = LayerPlans(parts, is_placed)
+        plans.set_wire(named.wire)
+        return plans
     return ScheduledPlans(parts, named, is_placed, has_hooks)
 
 
@@ -158,13 +162,14 @@ def make_dispatcher(
         dispatch.require_methods()
         return dispatch
     topology, gate = plans.parts.topology, plans.parts.gate
-    all_to_all = make_all_to_all("direct" if dispatch == "auto" else dispatch, topology)
+    hooks, wire = hooks_and_wire(hooks, plans.wire)
+    all_to_all = make_all_to_all("direct" if dispatch == "auto" else dispatch, topology, wire)
     # Hooks get dispatched rows: with hooks, even a single rank uses collectives.
     if topology.ep.size * topology.esp.size == 1 and not hooks:
         return Local()
     made: Collectives
     if placed is not None:
-        from fusedmoe.placement.placed_dispatcher import PlacedDispatcher
+        from fusedmoe.placement.placed_experts import PlacedDispatcher
 
         made = PlacedDispatcher(placed, topology, all_to_all, plans.find_plans, hooks)
     elif plans.puts:
@@ -177,5 +182,5 @@ def make_dispatcher(
         from fusedmoe.layers.measure import choose_all_to_all, has_algorithm_choice
 
         if has_algorithm_choice(topology):
-            made.choose_algorithm = partial(choose_all_to_all, topology, gate)
+            made.choose_algorithm = partial(choose_all_to_all, topology, gate, wire=wire)
     return made

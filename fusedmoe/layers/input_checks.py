@@ -17,7 +17,7 @@ from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.gates import Gate
 from fusedmoe.gates.base import Routing, SoftRouting
-from fusedmoe.gates.packing import read_cu_seqlens
+from fusedmoe.gates.sigmoid import read_cu_seqlens
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.gate import count_invalid
 from fusedmoe.losses import Packing

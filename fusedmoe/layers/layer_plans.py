@@ -14,6 +14,7 @@ from torch import Tensor
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.wire_format import WireFormat, find_wire_format
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import Dispatcher, ForwardDecision, LocalExperts, Routed, SharedExpert
 from fusedmoe.engine.graph_dispatch import run_by_operators_in_graph
@@ -81,6 +82,8 @@ class LayerPlans:
     puts, limit = False, 1
     #: One-sided kernels are required; compiled graphs, which use collectives, cannot hold such a layer.
     requires_puts = False
+    #: Format of the rows that collectives send; None: their own dtype.
+    wire: WireFormat | None = None
     shared: PredictedExperts | None = None
 
     def __init__(self, parts: LayerParts, is_placed: bool = False) -> None:
@@ -96,7 +99,16 @@ class LayerPlans:
         return self.__dict__ | {"assigned": None, "cost_measurement": None}
 
     def __str__(self) -> str:
-        return "off"
+        return "off" if self.wire is None else f"off, {self.wire}"
+
+    def set_wire(self, wire: str | None) -> None:
+        """Set the format of the rows by its name. A dispatcher that exists already keeps its format."""
+        given = find_wire_format(wire)
+        self.wire = given and given.over_ranks(self.topology.ep.size, self.topology.esp.size)
+
+    def encoded(self, workload: Workload) -> Workload:
+        """Return the workload with the bytes of the rows as they are sent."""
+        return workload if self.wire is None else workload.encoded(*self.wire.element_bytes(workload.model_dim))
 
     @property
     def can_plan(self) -> bool:

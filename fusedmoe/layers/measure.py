@@ -21,6 +21,7 @@ from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, max_over_ranks_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.wire_format import WireFormat
 from fusedmoe.compat.torch import autograd_recording, disable_current_modes, without_saved_tensor_hooks
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -35,7 +36,7 @@ from fusedmoe.orders import Order
 from fusedmoe.runtime.cache import cached_task_times, machine_facts, measured_costs
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder, record_with
+from fusedmoe.runtime.recorder import Recorder, record_with, span
 from fusedmoe.schedule.cost import CostModel, Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -74,7 +75,9 @@ def measure_layer(
     tokens = max(all_gather_object(topology.world, len(like), _OPERATION))
     like = like.new_empty(max(1, round_rows(tokens)), like.shape[1])
     rows = max(1, round(len(like) * order.mean_rows_per_token(gate, len(like))))
-    workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
+    workload = plans.encoded(experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size))
+    if all_to_all is None and plans.wire is not None:
+        all_to_all = make_all_to_all("direct", topology, plans.wire)
     kind = f"{type(experts).__module__}.{experts.describe()}"
     sizes = [list(parameter.shape) for parameter in experts.parameters()]
     facts: dict[str, Any] = {"shapes": workload.shapes, "experts": kind, "sizes": sizes}
@@ -159,7 +162,7 @@ class CostMeasurement:
             pairs, share = map(max, zip(*all_gather_object(topology.world, own, _OPERATION), strict=True))
         itemsize = x_SM.dtype.itemsize
         workload = experts.workload(round_rows(int(pairs)), itemsize, topology.ep.size, topology.esp.size)
-        self.workload = workload.sending(share)
+        self.workload = self._plans.encoded(workload.sending(share))
         self.state = MeasurementState.DONE
 
 
@@ -240,10 +243,10 @@ def time_layer(
         with record_with(recorder):
             y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
         y = order.restore(y, ordered)
-        with recorder.span("between the passes", kind=TaskKind.LOSS):
+        with span(recorder, "between the passes", kind=TaskKind.LOSS):
             pass
         torch.autograd.grad(y, [x, *parameters], dy_SM, allow_unused=True)
-        with recorder.span("after the passes", kind=TaskKind.OPTIMIZER):
+        with span(recorder, "after the passes", kind=TaskKind.OPTIMIZER):
             pass
         return recorder.timeline()
 
@@ -350,17 +353,17 @@ def has_algorithm_choice(topology: Topology) -> bool:
 
 
 @measurement_context()
-def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor) -> AllToAll:
+def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor, *, wire: WireFormat | None = None) -> AllToAll:
     """Return the fastest all-to-all algorithm for tokens of this size with uniformly chosen experts, measured once.
 
     Collective over all ranks, with the same result on all. `x_SM`: a batch of this rank; all ranks measure with the
     size of the largest.
     """
     tokens = round_rows(max(all_gather_object(topology.world, len(x_SM), "choosing a dispatch algorithm")))
-    key = tokens, x_SM.shape[1], x_SM.dtype, x_SM.device, gate.experts, gate.k
+    key = tokens, x_SM.shape[1], x_SM.dtype, x_SM.device, gate.experts, gate.k, wire
     chosen = _fastest_all_to_all.setdefault(topology, {})
     if key not in chosen:
-        candidates = [make_all_to_all(name, topology) for name in ALGORITHMS]
+        candidates = [make_all_to_all(name, topology, wire) for name in ALGORITHMS]
         generator = torch.Generator(x_SM.device).manual_seed(topology.rank)
         scores_SE = torch.rand(tokens, gate.experts, generator=generator, device=x_SM.device)
         layout = order_rows(scores_SE.topk(min(gate.k, gate.experts)).indices, gate.experts)

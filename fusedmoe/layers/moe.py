@@ -353,6 +353,17 @@ class MoELayer(PlannedLayer, nn.Module):
                 self.plans.set_costs(like, costs)
             return costs
 
+    def set_wire(self, wire: str | None) -> None:
+        """Replace the format of rows between ranks (`Schedule`) between steps. Collective.
+
+        Raises `ConfigError` for an unknown format, a custom dispatcher or one-sided kernels; `RankError` for ranks with
+        different formats.
+        """
+        require_library_dispatch(self.dispatch, f"wire={wire!r}")
+        self.topology.require_equal_facts({"wire": wire}, "MoELayer")
+        self.plans.set_wire(wire)
+        self.dispatcher = make_dispatcher(self.dispatch, self.plans, self.hooks, self.placed)
+
     def update_gate(self) -> None:
         """Pass the load of all ranks since the last call to a gate that balances without a loss (DeepSeek-V3).
 

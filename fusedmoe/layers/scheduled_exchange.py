@@ -131,7 +131,16 @@ class ScheduledExchange(PlannedLayer):
             facts |= {"number of experts": own.num_experts, "model_dim and hidden": own.widths, "gated": own.gated}
             self.topology.require_equal_facts(facts, self._name)
         self.plans = plans
-        self.dispatcher = make_dispatcher("direct", plans, (), None, self._name)
+        self._make_dispatcher()
+
+    def set_wire(self, wire: str | None) -> None:
+        """Replace the format of rows between ranks (`Schedule`). Collective."""
+        self.topology.require_equal_facts({"wire": wire}, self._name)
+        self.plans.set_wire(wire)
+        self._make_dispatcher()
+
+    def _make_dispatcher(self) -> None:
+        self.dispatcher = make_dispatcher("direct", self.plans, (), None, self._name)
         if (collectives := self.dispatcher.collectives) is not None:
             collectives.graph_module = self.experts.graph_module()
 
@@ -205,14 +214,17 @@ _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Topol
 
 
 def shared_topology(
-    handle: dist.ProcessGroup | None, experts: Tensor | None = None, timeout_s: float = 300.0
+    handle: dist.ProcessGroup | None,
+    experts: Tensor | None = None,
+    timeout_s: float = 300.0,
+    ranks_per_node: int | None = None,
 ) -> Topology:
     """Return `Topology.from_group`, or one rank without `handle`. Collective on first use.
 
     All layers over the same ranks share it, and with it measurements and buffers of one-sided kernels.
 
     Args:
-        experts: as in `Topology.from_group`.
+        experts, ranks_per_node: as in `Topology.from_group`.
     """
     if handle is None or dist.get_world_size(handle) == 1:
         return Topology()
@@ -222,9 +234,9 @@ def shared_topology(
         del _topologies[old]
     made = _topologies.setdefault(world, {})
     places = None if experts is None else repr(experts.tolist())
-    key = tuple(dist.get_process_group_ranks(handle)), places, timeout_s
+    key = tuple(dist.get_process_group_ranks(handle)), places, timeout_s, ranks_per_node
     if key not in made:
-        made[key] = Topology.from_group(handle, experts, timeout_s=timeout_s)
+        made[key] = Topology.from_group(handle, experts, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
     return made[key]
 
 

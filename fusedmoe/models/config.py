@@ -143,10 +143,6 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         return sum(map(self.has_experts, range(self.layers)))
 
-    @property
-    def has_dense_layers(self) -> bool:
-        return self.num_moe_layers < self.layers
-
     def dense_work(self, layer: int) -> DenseWork:
         """Return the dense matrices of a block: attention's, and the shared expert's or the feed-forward network's."""
         m, d, value = self.model_dim, self.head_size, self.head_size
@@ -177,11 +173,6 @@ class ModelConfig:
     @property
     def vocabulary(self) -> int:
         return BYTES + (self.objective == "masked") if self.vocab_size is None else self.vocab_size
-
-    @property
-    def mask(self) -> int:
-        """Symbol that replaces bytes in a masked model."""
-        return BYTES
 
     def with_experts(self, ranks: int, ep: int = 1) -> ModelConfig:
         """Return the config with a definite number of experts: given, or `experts_per_rank` times `ranks`.
@@ -233,13 +224,9 @@ ALIASES = {"Mixtral-8x7B": "Mixtral-7B"}
 
 
 def named_model(name: str) -> ModelConfig:
-    """Return the model with this name, case-insensitively. Raises `ConfigError` for an unknown name.
-
-    Names in `ALIASES` are known, too.
-    """
-    keys = {alias.lower(): known.lower() for alias, known in ALIASES.items()}
-    key = keys.get(name.lower(), name.lower())
-    for known, model in MODELS.items():
-        if known.lower() == key:
-            return model
+    """Return the model with this name or alias, case-insensitively. Raises `ConfigError` for an unknown name."""
+    models = {known.lower(): model for known, model in MODELS.items()}
+    models |= {alias.lower(): MODELS[known] for alias, known in ALIASES.items()}
+    if name.lower() in models:
+        return models[name.lower()]
     raise ConfigError(f"no model is called {name!r}; known: {', '.join((*MODELS, *ALIASES))}")

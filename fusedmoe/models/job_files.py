@@ -1,4 +1,4 @@
-"""Jobs of other frameworks, and those of Hugging Face transformers from their config.json.
+"""Read the jobs of Hugging Face transformers, torchtitan and Megatron-core from their configuration files.
 
 Nothing is downloaded, and nothing from a file is executed. Fields that do not change sizes (dropout, RoPE scaling,
 norms of queries and keys) are ignored.
@@ -6,145 +6,53 @@ norms of queries and keys) are ignored.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.config import ModelConfig
+from fusedmoe.files import parse_json, read_text
+from fusedmoe.models.external_job import ExternalJob, Fields, TrainingState
+from fusedmoe.models.megatron_job import LINE_DEFAULTS, line_arguments, megatron_job, yaml_arguments
 
 #: Model types of Hugging Face transformers whose parameters were compared with this module's.
 HF_TYPES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
-#: Components of every supported model of transformers and torchtitan.
-SWIGLU_ROPE: dict[str, Any] = {"expert": "swiglu", "norm": "rms", "positions": "rope", "capacity_factor": None}
-
+# Components of every supported model of transformers and torchtitan.
+_SWIGLU_ROPE: dict[str, Any] = {"expert": "swiglu", "norm": "rms", "positions": "rope", "capacity_factor": None}
 _MAX_SEQ_LEN = 4096
+_TITAN_SECTIONS = ("training", "parallelism", "activation_checkpoint")
+_TITAN_PARALLEL = {
+    "mp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "esp": "expert_tensor_parallel_degree",
+}
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """Bytes of training state per parameter element, and the parts that data-parallel ranks share among them.
+def read_job(path: Path) -> ExternalJob:
+    """Read a job. Its suffix selects the format.
 
-    `sharded`: "none"; "optimizer" (ZeRO-1, Megatron-core's distributed optimizer); "all" (FSDP).
+    `.json`: config.json of Hugging Face transformers. `.toml`: torchtitan. `.yaml`, `.yml`: Megatron-core's arguments.
+    Any other: a command line with these arguments.
+
+    Raises `ConfigError` with file and field if the file cannot be read, or a field is missing or unsupported.
     """
-
-    parameter: int = 4
-    gradient: int = 4
-    optimizer: int = 8  # AdamW's two moments
-    sharded: str = "none"
-    in_flight: int = 1  # micro-batches whose activations a rank holds
-
-    def __str__(self) -> str:
-        kept = {"none": "unsharded", "optimizer": "optimizer state sharded over replicas"}
-        dtypes = "float32 parameters, gradients and AdamW moments"
-        if self.parameter == 2:
-            dtypes = "16-bit parameters, float32 gradients, master weights and AdamW moments"
-        fsdp = "sharded over all ranks (FSDP), whose all-gathers are not in the step"
-        return f"{dtypes}, {kept.get(self.sharded, fsdp)}"
-
-
-@dataclass(frozen=True)
-class ExternalJob:
-    """A job of another framework.
-
-    Attributes:
-        model: its model. Batch and sequence length are those of a micro-batch per data-parallel replica.
-        settings: parallel sizes and other settings that the file states ("ep", "esp", "mp", "recompute").
-        assumptions: what the file leaves open, and what the plan does not model.
-        pipeline: function of the integration that runs blocks in micro-batches; None: there is none.
-        global_batch: samples of all replicas in one step; None: one micro-batch per replica.
-        stages: pipeline stages that share the layers and ranks.
-        selective: name of the field that selects selective recomputation; None: none does.
-    """
-
-    model: ModelConfig
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    assumptions: tuple[str, ...] = ()
-    state: TrainingState = TrainingState()
-    selective: str | None = None
-    pipeline: str | None = None
-    global_batch: int | None = None
-    stages: int = 1
-
-    def one_stage(self, ranks: int | None, layers: int | None) -> tuple[ExternalJob, int | None]:
-        """Return the job of one pipeline stage and the stage's ranks: an equal share of `ranks`.
-
-        With `layers` given, layers and ranks are those of the stage. Raises `ConfigError` if ranks are not divisible.
-        """
-        if self.stages == 1:
-            return self, ranks
-        model, number = self.model, self.stages
-        if layers is None and (ranks is None or ranks % number):
-            raise ConfigError(
-                f"--config: {number} pipeline stages share the ranks: give --ranks as a multiple of {number}, or plan "
-                f"one stage: --layers {-(-model.layers // number)} and its own --ranks"
-            )
-        stage = "one pipeline stage"
-        if layers is None:
-            assert ranks is not None
-            share, ranks = -(-model.layers // number), ranks // number
-            stage += f" ({share} of {model.layers} layers, all with experts, on {ranks} of {ranks * number} ranks)"
-            model = replace(model, layers=share, dense_layers=0)
-        words = (
-            f"{stage}, with embedding and head; bubbles and sends between stages are not in the step; memory has the "
-            f"activations of {number} micro-batches, as the first stage in 1F1B order"
-        )
-        state = replace(self.state, in_flight=number)
-        return replace(self, model=model, assumptions=(words, *self.assumptions), state=state, stages=1), ranks
-
-    def micro_batches(self, batch: int, replicas: int) -> int:
-        """Return the micro-batches of `batch` samples per replica and step. Raises `ConfigError` for a fraction."""
-        if self.global_batch is None:
-            return 1
-        if self.global_batch % (batch * replicas):
-            raise ConfigError(
-                f"--config: the global batch of {self.global_batch} samples is not a multiple of {batch} samples on "
-                f"each of {replicas} replicas; change --batch or --ranks"
-            )
-        return self.global_batch // (batch * replicas)
-
-
-class Fields:
-    """Fields of a configuration file. Errors name the field and the file."""
-
-    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
-        self.path, self.data = path, data
-
-    def error(self, message: str) -> ConfigError:
-        return ConfigError(f"--config {self.path}: {message}")
-
-    def count(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """Return the first of these fields that is set. Raises `ConfigError` if none is and there is no default."""
-        for name in names:
-            value = self.data.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise self.error(f"{name} = {value!r} must be an integer >= {least}")
-            return value
-        if default is None:
-            raise self.error(f"the field {' or '.join(names)} is missing")
-        return default
-
-    def stages(self, pipeline: str, context: str) -> int:
-        """Return the number of pipeline stages. Raises `ConfigError` for context parallelism."""
-        if (shards := self.count(context, default=1)) > 1:
-            raise self.error(
-                f"{context} = {shards} is not supported: plan has no context parallelism. For an estimate, remove it "
-                f"from a copy of the file and divide --seq-len by {shards}"
-            )
-        return self.count(pipeline, default=1)
-
-    def optional(self, *names: str) -> int | None:
-        return self.count(*names) if any(self.data.get(name) is not None for name in names) else None
-
-    def model(self, name: str, **sizes: Any) -> ModelConfig:
-        try:
-            return ModelConfig(name, **sizes)
-        except ConfigError as error:
-            raise self.error(str(error)) from error
+    # Editors on Windows start a file with a byte-order mark.
+    text = read_text(path).removeprefix("\ufeff")
+    if path.suffix == ".json":
+        data = parse_json(text, f"--config {path}")
+        if not isinstance(data, dict):
+            raise ConfigError(f"--config {path}: expected an object with the fields of a model")
+        return hf_job(path, data)
+    if path.suffix == ".toml":
+        return titan_job(path, text)
+    if path.suffix in (".yaml", ".yml"):
+        return megatron_job(path, yaml_arguments(path, text))
+    return megatron_job(path, LINE_DEFAULTS | line_arguments(path, text))
 
 
 def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
@@ -167,7 +75,7 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         )
     layers, model_dim, heads = (fields.count(n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     hidden = fields.optional("moe_intermediate_size", "expert_intermediate_size") or fields.count("intermediate_size")
-    latent = _latent(fields)
+    latent = {} if data.get("kv_lora_rank") is None else fields.latent("qk_nope_head_dim", "qk_rope_head_dim")
     sizes: dict[str, Any] = {
         "layers": layers,
         "model_dim": model_dim,
@@ -198,20 +106,10 @@ def hf_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
     seq_len = min(positions, _MAX_SEQ_LEN)
     assumptions.append(f"one sequence of {seq_len} tokens per replica and step, unless --batch and --seq-len are given")
     assumptions += _not_modelled(data)
-    model = fields.model(kind, **SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes)
+    model = fields.model(kind, **_SWIGLU_ROPE, seq_len=seq_len, batch=1, **sizes)
     # fsdp_size * tp_size is the number of ranks in `DistributedConfig`.
     state = TrainingState(sharded="all")
     return ExternalJob(model, {}, tuple(assumptions), state, pipeline="fusedmoe.hf.pipeline")
-
-
-def _latent(fields: Fields) -> dict[str, int | None]:
-    rank = fields.optional("kv_lora_rank")
-    if rank is None:
-        return {}
-    rope = fields.count("qk_rope_head_dim")
-    head_dim = fields.count("qk_nope_head_dim") + rope
-    value_dim, q_rank = fields.count("v_head_dim"), fields.optional("q_lora_rank")
-    return {"kv_rank": rank, "rope_dim": rope, "head_dim": head_dim, "value_dim": value_dim, "q_rank": q_rank}
 
 
 def _shared_hidden(fields: Fields, hidden: int) -> int:
@@ -249,3 +147,130 @@ def _not_modelled(data: Mapping[str, Any]) -> list[str]:
     if data.get("topk_group") and data.get("n_group") not in (None, 1):
         omissions.append("uniform choice of experts, not limited to topk_group groups")
     return omissions
+
+
+def titan_job(path: Path, text: str) -> ExternalJob:
+    """Return the job of torchtitan's TOML: [model] name and flavor, or the module and config of its command line.
+
+        module = "qwen3"                            [model]
+        config = "qwen3_30b_a3b"                    name = "qwen3"
+                                                    flavor = "30B-A3B"
+        [training]
+        local_batch_size = 2
+
+    The installed torchtitan gives the sizes of a flavor or config. [training], [parallelism] and
+    [activation_checkpoint] have precedence over those of a config.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: invalid TOML: {error}") from error
+    fields = Fields(path, data)
+    model = data.get("model", {})
+    if not isinstance(model, dict) or not all(isinstance(data.get(name, {}), dict) for name in _TITAN_SECTIONS):
+        raise fields.error(f"expected the tables model, {', '.join(_TITAN_SECTIONS)}")
+    trainer: Any = None
+    if "config" in data:
+        module = _module(fields, data.get("module"), "module", ".config_registry")
+        trainer = _made(fields, module, str(data["config"]), "config")()
+        spec = trainer.model_spec
+    else:
+        module = _module(fields, model.get("name"), "model.name", "")
+        try:
+            spec = _made(fields, module, "model_registry", "model.name")(str(model.get("flavor", "")))
+        except (KeyError, ValueError, AssertionError) as error:
+            raise fields.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
+    sections = {
+        name: Fields(path, {**_titan_defaults(trainer, name), **data.get(name, {})}) for name in _TITAN_SECTIONS
+    }
+    training, parallel = sections["training"], sections["parallelism"]
+    stages = parallel.stages("pipeline_parallel_degree", "context_parallel_degree")
+    mode = sections["activation_checkpoint"].data.get("mode")
+    if mode is None and trainer is not None:
+        mode = type(trainer.activation_checkpoint).__qualname__.partition(".")[0].removesuffix("AC").lower()
+    settings: dict[str, Any] = {}
+    if any(field in parallel.data for field in _TITAN_PARALLEL.values()):
+        settings = {name: parallel.count(field, default=1) for name, field in _TITAN_PARALLEL.items()}
+    # -1: torchtitan's default, one micro-batch.
+    global_batch = None if training.data.get("global_batch_size", -1) == -1 else training.count("global_batch_size")
+    assumptions = []
+    if getattr(spec.model, "enable_weight_tying", False):
+        assumptions.append("embedding and head as two matrices, although they are tied")
+    sizes = _titan_sizes(fields, spec.model)
+    sizes |= {
+        "batch": training.count("local_batch_size", default=8),
+        "seq_len": training.count("seq_len", default=2048),
+    }
+    name = str(data.get("config") or f"{model.get('name')} {model.get('flavor')}")
+    read = fields.model(name, **_SWIGLU_ROPE, **sizes)
+    shards = "none" if parallel.data.get("data_parallel_shard_degree", -1) == 1 else "all"
+    state = TrainingState(sharded=shards)
+    settings |= {"recompute": True} if mode == "full" else {}
+    selective = "activation_checkpoint" if mode == "selective" else None
+    return ExternalJob(
+        read, settings, tuple(assumptions), state, selective, "fusedmoe.titan.pipeline", global_batch, stages
+    )
+
+
+def _titan_defaults(trainer: Any, section: str) -> dict[str, Any]:
+    """Return the fields of a section of a torchtitan config; none without a config, or for unknown kinds."""
+    found = getattr(trainer, section, None)
+    if section == "activation_checkpoint" or not dataclasses.is_dataclass(found):
+        return {}
+    return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+
+
+def _module(fields: Fields, name: Any, field: str, inner: str) -> Any:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_]+", name):
+        raise fields.error(f"{field} = {name!r} must be the name of a model of torchtitan")
+    try:
+        importlib.import_module("torchtitan")
+    except ImportError:
+        raise fields.error("the sizes of a torchtitan model need torchtitan: pip install torchtitan") from None
+    try:
+        return importlib.import_module(f"torchtitan.models.{name}{inner}")
+    except ImportError as error:
+        raise fields.error(f"{field} = {name!r} cannot be imported from the installed torchtitan: {error}") from error
+
+
+def _made(fields: Fields, module: Any, name: str, field: str) -> Any:
+    function = vars(module).get(name) if name.isidentifier() and not name.startswith("_") else None
+    if not callable(function):
+        raise fields.error(f"{field}: {module.__name__} has no {name!r}")
+    return function
+
+
+def _titan_sizes(fields: Fields, model: Any) -> dict[str, Any]:
+    """Return the sizes of a decoder's configuration. Raises `ConfigError` without experts, or for unknown attention."""
+    moe = [layer for layer in model.layers if getattr(layer, "moe", None) is not None]
+    if not moe:
+        raise fields.error("the model has no experts: plan reads mixture-of-experts models only")
+    dense = len(model.layers) - len(moe)
+    if any(getattr(layer, "moe", None) is not None for layer in model.layers[:dense]):
+        raise fields.error("plan models dense blocks only before all blocks with experts")
+    first, attention = moe[0].moe, moe[0].attention
+    try:
+        sizes: dict[str, Any] = {
+            "layers": len(model.layers),
+            "model_dim": model.dim,
+            "heads": attention.n_heads,
+            "hidden": first.routed_experts.inner_experts.hidden_dim,
+            "experts": first.num_experts,
+            "k": first.router.top_k,
+            "vocab_size": model.vocab_size,
+            "dense_layers": dense,
+            "shared_hidden": 0 if first.shared_experts is None else first.shared_experts.w1.out_features,
+            "dense_hidden": model.layers[0].feed_forward.w1.out_features if dense else None,
+            "bias": bool(attention.wo.bias),
+        }
+        if hasattr(attention, "kv_lora_rank"):
+            return sizes | {
+                "kv_rank": attention.kv_lora_rank,
+                "q_rank": attention.q_lora_rank or None,
+                "rope_dim": attention.qk_rope_head_dim,
+                "head_dim": attention.qk_nope_head_dim + attention.qk_rope_head_dim,
+                "value_dim": attention.v_head_dim,
+            }
+        return sizes | {"kv_heads": attention.n_kv_heads or attention.n_heads, "head_dim": attention.head_dim}
+    except AttributeError as error:
+        raise fields.error(f"the attention or experts of this torchtitan model are not supported: {error}") from error

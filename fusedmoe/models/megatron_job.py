@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.job_files import ExternalJob, Fields, TrainingState
+from fusedmoe.models.external_job import ExternalJob, Fields, TrainingState
 
 _PARALLEL = {
     "mp": "tensor_model_parallel_size",
@@ -92,17 +92,18 @@ def _parsed(text: str) -> Any:
 
 
 def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
-    """Return the job of Megatron-core's arguments. Missing arguments have Megatron's defaults.
-
-    Raises `ConfigError` with argument and file if one is missing or unsupported.
-    """
+    """Return the job of Megatron-core's arguments. Missing arguments have Megatron's defaults."""
     fields = Fields(path, data)
     stages = fields.stages("pipeline_model_parallel_size", "context_parallel_size")
     layers, model_dim, heads = (fields.count(name) for name in ("num_layers", "hidden_size", "num_attention_heads"))
-    latent = _latent(fields) if _is_set(fields, "multi_latent_attention") else {}
+    latent = {}
+    if _is_set(fields, "multi_latent_attention"):
+        latent = fields.latent("qk_head_dim", "qk_pos_emb_head_dim", nope_dim=128, rope_dim=64)
     is_gated = _is_set(fields, "swiglu") or _is_set(fields, "gated_linear_unit")
-    dense_hidden = fields.count("ffn_hidden_size", default=_default_hidden(model_dim, is_gated))
-    dense_layers, moe_every = _dense_layers(fields, layers)
+    # As in Megatron-LM's arguments.
+    default_hidden = int(4 * model_dim * 2 / 3 / 64) * 64 if is_gated else 4 * model_dim
+    dense_hidden = fields.count("ffn_hidden_size", default=default_hidden)
+    dense_layers = _dense_layers(fields, layers)
     if _is_set(fields, "group_query_attention"):
         groups: int | None = fields.count("num_query_groups", default=1)
     else:
@@ -118,7 +119,6 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "k": fields.count("moe_router_topk", default=2),
         "shared_hidden": fields.count("moe_shared_expert_intermediate_size", default=0, least=0),
         "dense_layers": dense_layers,
-        "moe_every": moe_every,
         "seq_len": fields.count("seq_length"),
         "batch": fields.count("micro_batch_size", default=1),
         "vocab_size": fields.optional("padded_vocab_size", "vocab_size"),
@@ -129,11 +129,18 @@ def megatron_job(path: Path, data: Mapping[str, Any]) -> ExternalJob:
         "positions": "rope" if latent or data.get("position_embedding_type") in ("rope", "yarn") else "learned",
         "head_dim": fields.count("kv_channels", default=max(1, model_dim // heads)),
     }
+    settings: dict[str, Any] = {}
+    if any(name in data for name in _PARALLEL.values()):
+        # Megatron's defaults: 1, and for experts the size of tensor parallelism.
+        mp, ep = (fields.count(_PARALLEL[axis], default=1) for axis in ("mp", "ep"))
+        settings = {"mp": mp, "ep": ep, "esp": fields.count(_PARALLEL["esp"], default=mp)}
+    if data.get("recompute_granularity") == "full":
+        settings["recompute"] = True
     model = fields.model("megatron", **sizes | latent)
     selective = "recompute_granularity" if data.get("recompute_granularity") == "selective" else None
     return ExternalJob(
         model,
-        _settings(fields),
+        settings,
         tuple(_assumptions(fields)),
         _state(fields),
         selective,
@@ -165,26 +172,11 @@ def _capacity(fields: Fields) -> float | None:
     return factor
 
 
-def _default_hidden(model_dim: int, is_gated: bool) -> int:
-    # As in Megatron-LM's arguments.
-    return int(4 * model_dim * 2 / 3 / 64) * 64 if is_gated else 4 * model_dim
-
-
-def _latent(fields: Fields) -> dict[str, int | None]:
-    rope = fields.count("qk_pos_emb_head_dim", default=64)
-    head_dim = fields.count("qk_head_dim", default=128) + rope
-    sizes: dict[str, int | None] = {
-        "kv_rank": fields.count("kv_lora_rank"),
-        "q_rank": fields.optional("q_lora_rank"),
-    }
-    return sizes | {"rope_dim": rope, "head_dim": head_dim, "value_dim": fields.count("v_head_dim", default=128)}
-
-
-def _dense_layers(fields: Fields, layers: int) -> tuple[int, int]:
-    """Return the leading dense layers and `moe_every`, from a number or a pattern such as ([0]*3+[1]*58)."""
+def _dense_layers(fields: Fields, layers: int) -> int:
+    """Return the number of leading dense layers, from 1 or a pattern such as ([0]*3+[1]*58)."""
     value = fields.data.get("moe_layer_freq", 1)
     if isinstance(value, int) and not isinstance(value, bool) and value == 1:
-        return 0, 1
+        return 0
     pattern = value if isinstance(value, list) else _pattern(str(value))
     if pattern is None or len(pattern) != layers or any(one not in (0, 1) for one in pattern):
         raise fields.error(
@@ -193,7 +185,7 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, int]:
     dense = pattern.index(1) if 1 in pattern else layers
     if dense == layers or 0 in pattern[dense:]:
         raise fields.error(f"moe_layer_freq = {value!r}: plan models dense layers only before all layers with experts")
-    return dense, 1
+    return dense
 
 
 def _pattern(text: str) -> list[int] | None:
@@ -203,21 +195,6 @@ def _pattern(text: str) -> list[int] | None:
         return None
     parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
     return [int(one) for numbers, times in parts for one in numbers.split(",") * int(times or 1)]
-
-
-def _settings(fields: Fields) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if any(name in fields.data for name in _PARALLEL.values()):
-        # Megatron's defaults: 1, and for experts the size of tensor parallelism.
-        mp = fields.count(_PARALLEL["mp"], default=1)
-        settings = {
-            "mp": mp,
-            "ep": fields.count(_PARALLEL["ep"], default=1),
-            "esp": fields.count(_PARALLEL["esp"], default=mp),
-        }
-    if fields.data.get("recompute_granularity") == "full":
-        settings["recompute"] = True
-    return settings
 
 
 def _state(fields: Fields) -> TrainingState:

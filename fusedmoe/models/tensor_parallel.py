@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fusedmoe import Topology
 from fusedmoe.autograd.parallel import gather_rows, reduce_scatter_rows, split_counts
-from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
@@ -71,50 +70,62 @@ class TokenSplit:
         return torch.cat([part.flatten(0, 1) for part in y_BLM.split(self.lengths, dim=1)])
 
 
-def normal_parameter(
-    *shape: int,
-    std: float,
-    group: Group | None = None,
-    dim: int = 0,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Parameter:
-    """Create a normally distributed parameter; with a group, this rank's chunk along `dim`."""
-    # A job that only plans leaves the generator unchanged.
-    if torch.empty(0, device=device).is_meta:
-        return nn.Parameter(shard(torch.empty(shape, device=device, dtype=dtype), group, dim))
-    whole = torch.randn(shape, dtype=torch.float32, device="cpu") * std
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    device = torch.get_default_device() if device is None else device
-    return nn.Parameter(shard(whole, group, dim).to(device=device, dtype=dtype))
+class ShardedModule(nn.Module):
+    """Module with normally distributed or zero parameters, of which each rank holds a shard.
 
+    Attributes:
+        shardings: for sharded parameters, the dimension that is split over the MP group.
+    """
 
-def zero_parameter(*shape: int, group: Group | None = None, dim: int = 0, **factory_kwargs: Any) -> nn.Parameter:
-    return nn.Parameter(shard(torch.zeros(shape, **factory_kwargs), group, dim))
+    topology: Topology
+    shardings: Mapping[str, Mapping[str, int]] = {}
 
+    def register_parameters(
+        self, specs: Mapping[str, tuple[Sequence[int], float] | None], **factory_kwargs: Any
+    ) -> None:
+        """Draw parameters from the shapes of whole parameters and standard deviations; None for an absent one."""
+        self._std_of: dict[str, float] = getattr(self, "_std_of", {})
+        for name, spec in specs.items():
+            made = None
+            if spec is not None:
+                self._std_of[name] = spec[1]
+                made = nn.Parameter(self._draw(name, *spec, **factory_kwargs))
+            self.register_parameter(name, made)
 
-def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
-    if group is None or group.size == 1:
-        return whole
-    # A view would keep the whole tensor alive.
-    return whole.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the direct parameters again, for example after `to_empty`."""
+        for name, parameter in self.named_parameters(recurse=False):
+            shape = list(parameter.shape)
+            if name in self.shardings:
+                shape[self.shardings[name]["mp"]] *= self.topology.mp.size  # always divisible
+            value = self._draw(name, shape, self._std_of[name], device="cpu", dtype=parameter.dtype)
+            if not parameter.is_meta:
+                parameter.copy_(value)
 
+    def _draw(
+        self,
+        name: str,
+        shape: Sequence[int],
+        std: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        # A job that only plans leaves the generator unchanged.
+        if not std or torch.empty(0, device=device).is_meta:
+            return self._shard(name, torch.zeros(shape, device=device, dtype=dtype))
+        whole = torch.randn(shape, dtype=torch.float32, device="cpu") * std
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        device = torch.get_default_device() if device is None else device
+        return self._shard(name, whole).to(device=device, dtype=dtype)
 
-@torch.no_grad()
-def reset_direct_parameters(module: Any, std_of: Mapping[str, float]) -> None:
-    """Reinitialize a module's direct parameters as `normal_parameter` does; parameters without a std become zero."""
-    for name, parameter in module.named_parameters(recurse=False):
-        shape, dim, group = list(parameter.shape), 0, None
-        if (axes := getattr(module, "shardings", {}).get(name)) is not None:
-            dim, group = axes["mp"], module.topology.mp
-            shape[dim] *= group.size  # always divisible
-        value = torch.zeros_like(parameter, device="cpu")
-        if name in std_of:
-            value = normal_parameter(
-                *shape, std=std_of[name], group=group, dim=dim, device="cpu", dtype=parameter.dtype
-            )
-        if not parameter.is_meta:
-            parameter.copy_(value)
+    def _shard(self, name: str, whole: Tensor) -> Tensor:
+        mp = self.topology.mp
+        if name not in self.shardings or mp.size == 1:
+            return whole
+        # A view would keep the whole tensor alive.
+        shards = whole.chunk(mp.size, self.shardings[name]["mp"])
+        return shards[mp.index].clone(memory_format=torch.contiguous_format)
 
 
 def rotary_angles(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -130,7 +141,12 @@ def rotate(x_BHLD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
     return torch.cat((left * cos_LD - right * sin_LD, right * cos_LD + left * sin_LD), dim=-1).to(x_BHLD.dtype)
 
 
-class Attention(nn.Module):
+def residual_scale(config: ModelConfig) -> float:
+    """Return the scale of output projections that preserves the variance of the residual stream (GPT-2)."""
+    return (2 * config.layers) ** -0.5  # two residual branches per block
+
+
+class Attention(ShardedModule):
     """Multi-head or grouped-query attention, causal or bidirectional.
 
     The rows of `qkv_weight` are ordered by key head: the query heads that share it, the key, the value, D rows each. A
@@ -141,7 +157,9 @@ class Attention(nn.Module):
         out_weight, out_bias: [M, heads·D / MP]; [M] or None.
     """
 
+    qkv_weight: nn.Parameter
     qkv_bias: nn.Parameter | None
+    out_weight: nn.Parameter
     out_bias: nn.Parameter | None
     shardings = {"qkv_weight": {"mp": 0}, "qkv_bias": {"mp": 0}, "out_weight": {"mp": 1}}
 
@@ -158,18 +176,15 @@ class Attention(nn.Module):
         self._make_projections(**factory_kwargs)
 
     def _make_projections(self, **factory_kwargs: Any) -> None:
-        config, mp, dim, head = self.config, self.topology.mp, self.config.model_dim, self.config.head_size
+        config, dim, head = self.config, self.config.model_dim, self.config.head_size
         rows = (config.heads + 2 * config.key_heads) * head
-        self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **factory_kwargs)
-        self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **factory_kwargs) if config.bias else None)
-        # Two residual branches per block: this scaling preserves the variance of the residual stream (GPT-2).
-        std = dim**-0.5 * (2 * config.layers) ** -0.5
-        self._std_of = {"qkv_weight": dim**-0.5, "out_weight": std}
-        self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **factory_kwargs)
-        self.register_parameter("out_bias", zero_parameter(dim, **factory_kwargs) if config.bias else None)
-
-    def reset_parameters(self) -> None:
-        reset_direct_parameters(self, self._std_of)
+        specs: dict[str, tuple[Sequence[int], float] | None] = {
+            "qkv_weight": ((rows, dim), dim**-0.5),
+            "qkv_bias": ((rows,), 0.0) if config.bias else None,
+            "out_weight": ((dim, config.heads * head), dim**-0.5 * residual_scale(config)),
+            "out_bias": ((dim,), 0.0) if config.bias else None,
+        }
+        self.register_parameters(specs, **factory_kwargs)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""
@@ -229,7 +244,61 @@ class Attention(nn.Module):
         return q_BHLD, k_BHLD, v_BHLD
 
 
-class DenseFeedForward(nn.Module):
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+    Queries come from a latent vector of `q_rank` channels (None: directly from the token), keys and values from one of
+    `kv_rank`. A key has N channels from the latent vector and R = `rope_dim` rotated channels that all heads share. A
+    value has V channels.
+
+    Attributes:
+        q_down_weight, q_up_weight: [q_rank, M], and [heads·(N + R) / MP, q_rank or M]; the first may be None.
+        kv_down_weight, kv_up_weight: [kv_rank + R, M] and [heads·(N + V) / MP, kv_rank].
+        out_weight: [M, heads·V / MP].
+    """
+
+    q_down_weight: nn.Parameter | None
+    q_up_weight: nn.Parameter
+    kv_down_weight: nn.Parameter
+    kv_up_weight: nn.Parameter
+    shardings = {"q_up_weight": {"mp": 0}, "kv_up_weight": {"mp": 0}, "out_weight": {"mp": 1}}
+
+    def _make_projections(self, **factory_kwargs: Any) -> None:
+        config, dim = self.config, self.config.model_dim
+        assert config.kv_rank is not None and config.rope_dim is not None and config.value_dim is not None
+        heads, source = config.heads, config.q_rank or dim
+        fixed = config.head_size - config.rope_dim
+        shapes = {
+            "q_down_weight": (config.q_rank or 0, dim),
+            "q_up_weight": (heads * config.head_size, source),
+            "kv_down_weight": (config.kv_rank + config.rope_dim, dim),
+            "kv_up_weight": (heads * (fixed + config.value_dim), config.kv_rank),
+        }
+        specs: dict[str, tuple[Sequence[int], float] | None]
+        specs = {name: (shape, shape[1] ** -0.5) for name, shape in shapes.items() if shape[0]}
+        specs["out_weight"] = ((dim, heads * config.value_dim), dim**-0.5 * residual_scale(config))
+        self.register_parameters({"q_down_weight": None} | specs | {"out_bias": None}, **factory_kwargs)
+        self.q_norm = None if config.q_rank is None else nn.RMSNorm(config.q_rank, **factory_kwargs)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, **factory_kwargs)
+
+    def _project(self, x_BLM: Tensor, before: int) -> tuple[Tensor, Tensor, Tensor]:
+        config, heads = self.config, self.config.heads // self.topology.mp.size
+        assert config.kv_rank is not None and config.rope_dim is not None
+        fixed = config.head_size - config.rope_dim
+        q_BLQ = x_BLM if self.q_norm is None else self.q_norm(F.linear(x_BLM, self.q_down_weight))  # type: ignore[arg-type]
+        q_BHLD = F.linear(q_BLQ, self.q_up_weight).unflatten(-1, (heads, -1)).transpose(1, 2)
+        latent = F.linear(x_BLM, self.kv_down_weight)
+        c_BLC, r_BLR = latent.split([config.kv_rank, config.rope_dim], -1)
+        kv = F.linear(self.kv_norm(c_BLC), self.kv_up_weight).unflatten(-1, (heads, -1)).transpose(1, 2)
+        k_BHLN, v_BHLV = kv[..., :fixed], kv[..., fixed:]
+        angles_LD = rotary_angles(before + x_BLM.shape[1], config.rope_dim, q_BHLD.device, q_BHLD.dtype)
+        angles = [of[before:] for of in angles_LD]
+        k_BHLR = rotate(r_BLR[:, None], *angles).expand(-1, heads, -1, -1)
+        q_BHLD = torch.cat([q_BHLD[..., :fixed], rotate(q_BHLD[..., fixed:], *angles)], -1)
+        return q_BHLD, torch.cat([k_BHLN, k_BHLR], -1), v_BHLV
+
+
+class DenseFeedForward(ShardedModule):
     """Feed-forward network with a plain or gated activation, like an expert of the same config. H: `dense_size`.
 
     Attributes:
@@ -237,29 +306,28 @@ class DenseFeedForward(nn.Module):
         down_weight, down_bias: [M, H / MP]; [M] or None.
     """
 
+    up_weight: nn.Parameter
     up_bias: nn.Parameter | None
+    down_weight: nn.Parameter
     down_bias: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, topology: Topology, **factory_kwargs: Any) -> None:
         super().__init__()
-        mp, dim, hidden = topology.mp, config.model_dim, config.dense_size
-        if hidden % mp.size:
-            raise ConfigError(f"hidden = {hidden} does not split over mp = {mp.size} ranks")
+        dim, hidden = config.model_dim, config.dense_size
+        if hidden % topology.mp.size:
+            raise ConfigError(f"hidden = {hidden} does not split over mp = {topology.mp.size} ranks")
         self.topology, self.activation = topology, config.nonlinearity
         self.recorder: Recorder | None = None
         halves = (2,) if ACTIVATIONS[self.activation].gated else ()
         split = len(halves)
         self.shardings = {"up_weight": {"mp": split}, "up_bias": {"mp": split}, "down_weight": {"mp": 1}}
-        self.up_weight = normal_parameter(*halves, hidden, dim, std=dim**-0.5, group=mp, dim=split, **factory_kwargs)
-        up_bias = zero_parameter(*halves, hidden, group=mp, dim=split, **factory_kwargs) if config.bias else None
-        self.register_parameter("up_bias", up_bias)
-        std = hidden**-0.5 * (2 * config.layers) ** -0.5
-        self._std_of = {"up_weight": dim**-0.5, "down_weight": std}
-        self.down_weight = normal_parameter(dim, hidden, std=std, group=mp, dim=1, **factory_kwargs)
-        self.register_parameter("down_bias", zero_parameter(dim, **factory_kwargs) if config.bias else None)
-
-    def reset_parameters(self) -> None:
-        reset_direct_parameters(self, self._std_of)
+        specs: dict[str, tuple[Sequence[int], float] | None] = {
+            "up_weight": ((*halves, hidden, dim), dim**-0.5),
+            "up_bias": ((*halves, hidden), 0.0) if config.bias else None,
+            "down_weight": ((dim, hidden), hidden**-0.5 * residual_scale(config)),
+            "down_bias": ((dim,), 0.0) if config.bias else None,
+        }
+        self.register_parameters(specs, **factory_kwargs)
 
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """Map [B, P, M] -> [B, P, M], with P positions per sample on this rank; collective over the MP group."""

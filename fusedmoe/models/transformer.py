@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,12 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.moe import Placements
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.latent_attention import LatentAttention
 from fusedmoe.models.tensor_parallel import (
     Attention,
     DenseFeedForward,
+    LatentAttention,
+    ShardedModule,
     TokenSplit,
-    normal_parameter,
-    reset_direct_parameters,
 )
 from fusedmoe.orders import ORDERS, Order, Sparse
 from fusedmoe.runtime.recorder import Recorder, record_operation
@@ -83,12 +82,10 @@ class Block(nn.Module):
         config: ModelConfig,
         topology: Topology,
         layer: int,
-        *,
-        dispatch: str = "direct",
-        hooks: Sequence[Hooks] = (),
-        placement: Placements = "ep",
+        layer_options: Mapping[str, Any],
         **factory_kwargs: Any,
     ) -> None:
+        """`layer_options`: further arguments of the `MoELayer`."""
         super().__init__()
         self.attention_norm = make_norm(config, **factory_kwargs)
         # Blocks without experts share the number of the next block with experts.
@@ -103,11 +100,9 @@ class Block(nn.Module):
                 make_experts(config),
                 order=make_order(config),
                 topology=topology,
-                dispatch=dispatch,
-                hooks=hooks,
                 shared=make_experts(config, config.shared_hidden) if config.shared_hidden else None,
                 mp_input="split",
-                placement=placement,
+                **layer_options,
                 **factory_kwargs,
             )
             self.experts.number = number
@@ -170,12 +165,7 @@ class DenseUntilExpertsInPositions(DenseUntilExperts):
 
 
 class BlockPipeline:
-    """Blocks up to the last block with experts, as one pipeline; shares the blocks' parameters.
-
-    Attributes:
-        pipelined: the blocks with experts.
-        trailing_blocks: the blocks after the last block with experts.
-    """
+    """Blocks up to the last block with experts, as one pipeline that shares their parameters, and `trailing_blocks`."""
 
     def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
         # Each group ends with a block with experts.
@@ -220,7 +210,7 @@ class Loss:
     targets: int  # in the whole batch
 
 
-class Transformer(nn.Module):
+class Transformer(ShardedModule):
     """Causal (GPT, LLaMA, Mixtral) or masked (BERT) transformer with mixture-of-experts layers.
 
     Ranks of an MP group pass the same batch, ranks of a DP group different batches. Each rank embeds, normalizes,
@@ -233,7 +223,9 @@ class Transformer(nn.Module):
         recompute: activation checkpointing: save only the blocks' inputs for backward.
     """
 
+    symbol_weight: nn.Parameter
     position_weight: nn.Parameter | None
+    head_weight: nn.Parameter
 
     def __init__(
         self,
@@ -257,29 +249,22 @@ class Transformer(nn.Module):
         self._block_pipeline: BlockPipeline | None = None
         dim = config.model_dim
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        layer_options = {"dispatch": dispatch, "hooks": hooks, "placement": placement}
         # Embeddings and head as in GPT-2.
-        self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **factory_kwargs)
-        learned = config.positions == "learned"
-        self.register_parameter(
-            "position_weight", normal_parameter(config.seq_len, dim, std=0.02, **factory_kwargs) if learned else None
-        )
+        symbols = ((config.vocabulary, dim), 0.02)
+        positions = ((config.seq_len, dim), 0.02) if config.positions == "learned" else None
+        self.register_parameters({"symbol_weight": symbols, "position_weight": positions}, **factory_kwargs)
         self.blocks = nn.ModuleList(
-            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, placement=placement, **factory_kwargs)
-            for layer in range(config.layers)
+            Block(config, self.topology, layer, layer_options, **factory_kwargs) for layer in range(config.layers)
         )
         self.norm = make_norm(config, **factory_kwargs)
-        self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **factory_kwargs)
+        self.register_parameters({"head_weight": symbols}, **factory_kwargs)
         self.register_load_state_dict_pre_hook(require_own_experts)
 
-    def reset_parameters(self) -> None:
-        """Reinitialize embeddings and head, for example after `to_empty`. `__init__` draws the head last."""
-        reset_direct_parameters(self, dict.fromkeys(("symbol_weight", "position_weight", "head_weight"), 0.02))
-
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
-        """Return the loss of a batch; collective over all ranks.
+        """Return the loss of a batch, [B, L] int64, equal on all ranks of the MP group. Collective over all ranks.
 
-        Args:
-            tokens_BL, targets_BL: [B, L] int64, equal on every rank of the MP group; targets of `IGNORE` do not count.
+        Targets of `IGNORE` do not count.
         """
         if tokens_BL.shape != targets_BL.shape:
             raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
@@ -378,10 +363,7 @@ class Transformer(nn.Module):
 def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: int) -> Workload:
     """Return the workload of one rank in one block with experts, for the tokens of all `esp` ranks that shard them.
 
-    Each rank has 1/mp of its replica's batch.
-
-    Args:
-        itemsize: bytes per element sent.
+    Each rank has 1/mp of its replica's batch. `itemsize`: bytes per element sent.
     """
     assert config.experts is not None
     batch = max(1, config.batch * esp // mp)

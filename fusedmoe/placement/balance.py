@@ -35,10 +35,9 @@ from fusedmoe.placement.traffic import (
     EXCHANGES,
     PlacementCosts,
     PlacementLoad,
+    exposed_s,
     gather_transfers,
     layer_s,
-    require_token_counts,
-    transfers_s,
 )
 
 #: Levels (maximum over mean of the rows per rank) that `cheapest_balance` tries. Higher levels move fewer rows.
@@ -56,7 +55,7 @@ class Balance:
     """A placement, and the number of rows that each rank computes per expert.
 
     Attributes:
-        placement: owners, earlier replicas (`auto_balance` may replace some) and new replicas.
+        placement: owners, earlier replicas (`cheapest_balance` may replace some) and new replicas.
         tokens_WE: int64, rows for each expert, by the rank whose tokens they are.
         computed_EV: int64, rows of each expert, by the rank that computes them.
     """
@@ -76,8 +75,7 @@ class Balance:
         Rows stay on the rank if possible, otherwise on its node.
         """
         links, first = self._link_rows, self.node_layout.of(rank) * self.node_layout.per_node
-        far_sent_EW, far_received_EW = links.sent_EW - links.near_sent_EW, links.received_EW - links.near_received_EW
-        sent_EV = _rows_sent_by(rank, far_sent_EW, far_received_EW)
+        sent_EV = _rows_sent_by(rank, links.far_sent_EW, links.far_received_EW)
         inside = slice(first, first + self.node_layout.per_node)
         sent_EV[:, inside] += _rows_sent_by(
             rank - first, links.near_sent_EW[:, inside], links.near_received_EW[:, inside]
@@ -87,13 +85,10 @@ class Balance:
 
     @cached_property
     def load(self) -> PlacementLoad:
-        sent_W, received_W, near_sent_W, near_received_W = (counts_EW.sum(axis=0) for counts_EW in self._link_rows[1:])
-        far_sent_W, far_received_W = sent_W - near_sent_W, received_W - near_received_W
-        inter, intra = (
-            int(max(one_W.max(), other_W.max()))
-            for one_W, other_W in ((far_sent_W, far_received_W), (near_sent_W, near_received_W))
-        )
-        return PlacementLoad(self.computed_EV.sum(axis=0), far_received_W, inter, intra)
+        links_W = [counts_EW.sum(axis=0) for counts_EW in self._link_rows]
+        _, near_sent, near_received, far_sent, far_received = (int(counts_W.max()) for counts_W in links_W)
+        inter, intra = max(far_sent, far_received), max(near_sent, near_received)
+        return PlacementLoad(self.computed_EV.sum(axis=0), links_W[-1], inter, intra)
 
     def mean_load(self) -> PlacementLoad:
         """Return the load with the same total rows, spread evenly over all ranks and links."""
@@ -107,8 +102,7 @@ class Balance:
         wanted_EW, node_layout = self.tokens_WE.T, self.node_layout
         kept_EW = np.minimum(wanted_EW, self.computed_EV)
         sent_ENR, received_ENR = (
-            (counts_EW - kept_EW).reshape(-1, node_layout.num_nodes, node_layout.per_node)
-            for counts_EW in (wanted_EW, self.computed_EV)
+            node_layout.by_node(counts_EW - kept_EW) for counts_EW in (wanted_EW, self.computed_EV)
         )
         inside_EN = np.minimum(sent_ENR.sum(axis=2), received_ENR.sum(axis=2))
         both = inside_EN.nonzero()
@@ -116,18 +110,18 @@ class Balance:
         # In proportion over a node's ranks, to balance their links.
         near_sent_ENR[both] = _split_in_proportion(sent_ENR[both], inside_EN[both])
         near_received_ENR[both] = _split_in_proportion(received_ENR[both], inside_EN[both])
-        four = (sent_ENR, received_ENR, near_sent_ENR, near_received_ENR)
+        four = (near_sent_ENR, near_received_ENR, sent_ENR - near_sent_ENR, received_ENR - near_received_ENR)
         return _LinkRows(kept_EW, *(counts_ENR.reshape(kept_EW.shape) for counts_ENR in four))
 
 
 class _LinkRows(NamedTuple):
-    """Rows of each expert, [E, W], that each rank keeps, sends and receives; `near`: within its node."""
+    """Rows of each expert, [E, W], that each rank keeps, and sends and receives within its node and between nodes."""
 
     kept_EW: NDArray[np.int64]
-    sent_EW: NDArray[np.int64]
-    received_EW: NDArray[np.int64]
     near_sent_EW: NDArray[np.int64]
     near_received_EW: NDArray[np.int64]
+    far_sent_EW: NDArray[np.int64]
+    far_received_EW: NDArray[np.int64]
 
 
 def balance(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int, level: float = 1.0) -> Balance:
@@ -173,70 +167,34 @@ def cheapest_balance(
     m: int,
     costs: PlacementCosts,
     hidden_s: float = 0.0,
+    planning_s: float | None = None,
 ) -> Balance:
-    """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`). Arguments: see `auto_balance`.
+    """Return the balance that minimizes the layer's time (`layer_s` + `exposed_s`).
 
     The result never costs more than `balance` with any of `LEVELS`, with m = 0 or this m. New replicas may replace
-    underused replicas.
-    """
-    level_balances = _LevelBalances(placement, _validate_counts(placement, tokens_WE, node_layout, m), node_layout, m)
-    unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
-    return _search_replicas(placement, level_balances, m, costs, hidden_s, unchanged_s) or unchanged
-
-
-def auto_balance(
-    placement: Placement,
-    tokens_WE: ArrayLike,
-    node_layout: NodeLayout,
-    m: int,
-    costs: PlacementCosts,
-    planning_s: float = 0.0,
-    hidden_s: float = 0.0,
-) -> Balance:
-    """Return the cheapest balance if planning can pay off, otherwise rows on the nearest replicas.
-
-    Plans only if a perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time. New
-    replicas must save 2% beyond the exposed time of their transfers (`exposed_s`). They may replace underused replicas,
-    except those that forwarded their expert to another rank.
+    underused replicas, except those that forwarded their expert to another rank.
 
     Args:
         placement: owners, and replicas sent by one gather (`traffic.gather_transfers`).
-        planning_s: seconds that the search takes, equal on all ranks.
+        tokens_WE, node_layout, m: as for `balance`. m = 0: replicas do not change.
         hidden_s: seconds of backward computation, between the rows of this layer and of the previous layer, that hide
             the transfers of replica gradients.
-        tokens_WE, node_layout, m: as for `balance`. m = 0: replicas do not change.
+        planning_s: seconds that the search takes, equal on all ranks. Rows stay on the nearest replicas unless a
+            perfect balance of ranks and links would save more than `planning_s` and 2% of the layer's time, and new
+            replicas must save 2% beyond the exposed time of their transfers. None: the search and replicas are free.
     """
     tokens_WE = _validate_counts(placement, tokens_WE, node_layout, m)
-    nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, node_layout), node_layout)
-    now_s = layer_s(nearest.load, costs)
-    if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, _MIN_SAVING * now_s):
-        return nearest
+    min_saving_s = 0.0
+    if planning_s is not None:
+        nearest = Balance(placement, tokens_WE, nearest_rows(placement, tokens_WE, node_layout), node_layout)
+        now_s = layer_s(nearest.load, costs)
+        min_saving_s = _MIN_SAVING * now_s
+        if now_s - layer_s(nearest.mean_load(), costs) <= max(planning_s, min_saving_s):
+            return nearest
     level_balances = _LevelBalances(placement, tokens_WE, node_layout, m)
     unchanged_s, unchanged = _cheapest(placement, costs, level_balances.balances, hidden_s)
-    below_s = unchanged_s - _MIN_SAVING * now_s
+    below_s = unchanged_s - min_saving_s
     return _search_replicas(placement, level_balances, m, costs, hidden_s, below_s) or unchanged
-
-
-def exposed_s(before: Placement, balanced: Balance, costs: PlacementCosts, hidden_s: float = 0.0) -> float:
-    """Return the seconds that the transfers of new replicas, those not in `before`, add to the layer's time.
-
-    Parameter transfers count in full: experts wait for them. `hidden_s` hides the gradient transfers of the replicas in
-    `before` first, then those of the new replicas.
-
-    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 6,
-    parameters count 5 s and gradients 2 s.
-    """
-    after, node_layout = balanced.placement, balanced.node_layout
-    if after.is_within(before):
-        return 0.0
-    there_s = transfers_s(
-        gather_transfers(before.both(after), after, node_layout), node_layout, costs, costs.expert_bytes
-    )
-    if hidden_s:
-        hidden_s -= transfers_s(
-            gather_transfers(before.sharding, before, node_layout), node_layout, costs, costs.expert_bytes
-        )
-    return there_s + there_s - min(there_s, max(0.0, hidden_s))
 
 
 def _cheapest(
@@ -248,7 +206,7 @@ def _cheapest(
         if found.max_rank_rows * costs.token_s < best_s:
             found_s = layer_s(found.load, costs)
             if found_s < best_s:
-                found_s += exposed_s(before, found, costs, hidden_s)
+                found_s += exposed_s(before, found.placement, found.node_layout, costs, hidden_s)
             if found_s < best_s:
                 best_s, best = found_s, found
     return best_s, best
@@ -278,13 +236,13 @@ class _LevelBalances:
     @cached_property
     def _crossing_NE(self) -> NDArray[np.int64]:
         """[N, E], rows that each node sends to other nodes for each expert, ascending."""
-        by_node = (self.start.experts, self.node_layout.num_nodes, self.node_layout.per_node)
-        from_EN, copies_EN = (of.reshape(by_node).sum(axis=2) for of in (self.tokens_WE.T, self.start.holds_EW))
+        by_node = self.node_layout.by_node
+        from_EN, copies_EN = by_node(self.tokens_WE.T).sum(axis=2), by_node(self.start.holds_EW).sum(axis=2)
         return np.sort(np.where(copies_EN > 0, 0, from_EN).T, axis=1)
 
     def min_inter_node_rows(self, room: int) -> float:
         """Return a lower bound on the busiest rank's inter-node rows with `room` replicas per rank."""
-        room_N = np.maximum(room - self.start.extra_W(), 0).reshape(self.node_layout.num_nodes, -1).sum(axis=1)
+        room_N = self.node_layout.by_node(np.maximum(room - self.start.extra_W(), 0)).sum(axis=1)
         left_N = (rows_E[: max(0, len(rows_E) - n)].sum() for rows_E, n in zip(self._crossing_NE, room_N, strict=True))
         return float(max(left_N)) / self.node_layout.per_node
 
@@ -304,7 +262,7 @@ def _search_replicas(
         nonlocal below_s, best
         if start != before:
             offered = replace(offered, placement=_fill_with_earlier(offered.placement, before, m))
-        offered_s = layer_s(offered.load, costs) + exposed_s(before, offered, costs, hidden_s)
+        offered_s = layer_s(offered.load, costs) + exposed_s(before, offered.placement, node_layout, costs, hidden_s)
         if offered_s < below_s:
             below_s, best = offered_s, offered
         return offered_s
@@ -373,7 +331,14 @@ def _fill_with_earlier(placement: Placement, before: Placement, m: int) -> Place
 
 
 def _validate_counts(placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int) -> NDArray[np.int64]:
-    tokens_WE = require_token_counts("balance", tokens_WE, placement, node_layout)
+    tokens_WE = np.asarray(tokens_WE)
+    if tokens_WE.shape != (node_layout.num_ranks, placement.experts) or placement.num_ranks != node_layout.num_ranks:
+        raise ConfigError(
+            f"balance: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.num_ranks} "
+            f"ranks, and {node_layout.num_ranks} ranks in nodes"
+        )
+    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
+        raise ConfigError("balance: tokens are counted in integers of 0 or more")
     if tokens_WE.sum(dtype=np.float64) >= 2**31:
         raise ConfigError("balance: tokens must be less than 2³¹ in all")
     if m < 0:

@@ -15,14 +15,12 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_to_all_rows
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
+from fusedmoe.placement.traffic import Transfer
 from fusedmoe.threads import WorkerThread
 
 if TYPE_CHECKING:
     # Not at run time: it needs Triton.
     from fusedmoe.comm.one_sided.receive_buffers import OneSidedAllToAll
-
-# (expert, source, target, step), in the same order on all ranks.
-Transfers = Sequence[tuple[int, int, int, int]]
 
 
 class ReplicaGrads(NamedTuple):
@@ -36,7 +34,7 @@ class _TransferCall(NamedTuple):
     """Arguments of a `gather` (`num_owned` is None: received rows overwrite table rows) or `reduce`."""
 
     operation: str
-    transfers: Transfers
+    transfers: Sequence[Transfer]
     row_of_expert: Mapping[int, int]
     tables: Sequence[Tensor]
     num_owned: int | None
@@ -76,7 +74,7 @@ class SparseCollectives:
 
     def gather(
         self,
-        transfers: Transfers,
+        transfers: Sequence[Transfer],
         row_of_expert: Mapping[int, int],
         tables: Sequence[Tensor],
         recording: AbstractContextManager[None] | None = None,
@@ -93,7 +91,7 @@ class SparseCollectives:
 
     def reduce(
         self,
-        transfers: Transfers,
+        transfers: Sequence[Transfer],
         row_of_expert: Mapping[int, int],
         tables: Sequence[Tensor],
         num_owned: int,
@@ -132,8 +130,8 @@ class SparseCollectives:
         # Raises for a closed topology.
         _ = self._group.handle
         call = call._replace(row_of_expert=dict(call.row_of_expert), tables=[table.detach() for table in call.tables])
-        sources = [source for _, source, _, _ in call.transfers]
-        sent, run = sources.count(self._group.index) * sum(map(_row_bytes, call.tables)), partial(self._run, call)
+        num_sent = sum(transfer.source == self._group.index for transfer in call.transfers)
+        sent, run = num_sent * sum(map(_row_bytes, call.tables)), partial(self._run, call)
         if self._group.on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -159,8 +157,8 @@ class SparseCollectives:
         try:
             with call.recording or nullcontext():
                 # The next step may forward experts that have just arrived.
-                for step in range(max(transfer[3] for transfer in call.transfers) + 1):
-                    of_step = [transfer for transfer in call.transfers if transfer[3] == step]
+                for step in range(max(transfer.step for transfer in call.transfers) + 1):
+                    of_step = [transfer for transfer in call.transfers if transfer.step == step]
                     for expert, parts in self._exchange(call._replace(transfers=of_step)):
                         row, added = call.row_of_expert[expert], call.num_owned is not None
                         if call.num_owned is not None and row < call.num_owned:

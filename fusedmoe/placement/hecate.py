@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.replica_search import accept_if_faster, improve
-from fusedmoe.placement.traffic import PlacementCosts, gather_transfers, layer_s, placement_load, transfers_s
+from fusedmoe.placement.traffic import PlacementCosts, exposed_s, layer_s, placement_load
 
 #: Iterations between two changes of owners.
 RESHARDING_STEPS = 100
@@ -58,17 +58,13 @@ def hecate(now: LayerLoads, *, t: int, m: int, searches: bool = True) -> Placeme
     return accept_if_faster(sharding, placement, load_E, now.node_layout, now.costs)
 
 
-def predict_load(earlier: Sequence[ArrayLike] | NDArray[np.generic]) -> NDArray[np.float64]:
+def predict_load(history_IX: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the expected next load, the mean of the last (at most) `WINDOW` loads (section 4.2).
 
-    `earlier`: [E] or [L, E] each, oldest first. Raises `ConfigError` for an empty list or different shapes.
+    `history_IX`: [I, E] or [I, L, E], I ≥ 1, oldest first.
     """
-    if len(earlier) == 0:
-        raise ConfigError("a prediction needs at least one earlier load, got none")
-    last = [np.asarray(load, dtype=np.float64) for load in earlier[-WINDOW:]]
-    if len({load.shape for load in last}) > 1:
-        raise ConfigError(f"loads of different shapes: {sorted({load.shape for load in last})}")
-    return np.mean(last, axis=0)
+    mean_X: NDArray[np.float64] = np.mean(history_IX[-WINDOW:], axis=0)
+    return mean_X
 
 
 def is_due(step: int) -> bool:
@@ -104,18 +100,8 @@ def materialise(placement: Placement, load_E: ArrayLike, node_layout: NodeLayout
         load_E: [E], the expected load of each expert, in any unit.
         t: overlap degree, the maximum number of experts sent.
         m: memory, the maximum number of replicas per rank.
-    Raises:
-        ConfigError: sizes do not match, a load is negative or not finite, t or m is negative.
     """
     load_E = np.asarray(load_E, dtype=np.float64)
-    if placement.num_ranks != node_layout.num_ranks or load_E.shape != (placement.experts,):
-        raise ConfigError(
-            f"materialisation: {placement.experts} experts on {placement.num_ranks} ranks, but loads of shape "
-            f"{load_E.shape} and {node_layout.num_ranks} ranks in nodes"
-        )
-    _require_loads(load_E, "materialisation")
-    if t < 0 or m < 0:
-        raise ConfigError(f"materialisation: t = {t} and m = {m} must be 0 or more")
     # Per holder: calibration must not add replicas of the same expert repeatedly.
     share_E = load_E / placement.holds_EW.sum(axis=1)
     t = min(t, placement.experts)
@@ -177,11 +163,6 @@ def _choose_ranks(
     return chosen
 
 
-def _require_loads(loads: NDArray[np.float64], what: str) -> None:
-    if not np.isfinite(loads).all() or (loads < 0).any():
-        raise ConfigError(f"{what}: a load is negative or not finite")
-
-
 def calibrate(
     placement: Placement, tokens_WE: ArrayLike, node_layout: NodeLayout, m: int, costs: PlacementCosts
 ) -> Placement:
@@ -197,16 +178,12 @@ def calibrate(
         candidate = materialise(placement, load_E, node_layout, t, m)
         if candidate == placement:
             continue
-        seconds = layer_s(placement_load(tokens_WE, candidate, node_layout), costs) + exposed_gather_s(
+        seconds = layer_s(placement_load(tokens_WE, candidate, node_layout), costs) + exposed_s(
             placement, candidate, node_layout, costs
         )
         if seconds < best_s:
             best, best_s = candidate, seconds
     return best
-
-
-def exposed_gather_s(before: Placement, after: Placement, node_layout: NodeLayout, costs: PlacementCosts) -> float:
-    return 2 * transfers_s(gather_transfers(before, after, node_layout), node_layout, costs, costs.expert_bytes)
 
 
 def max_owned_experts(layers: int, experts: int, ranks: int) -> int:
@@ -230,22 +207,8 @@ def reshard(
         t: overlap degree, as for `materialise`.
     Returns:
         `shardings` itself if nothing changes, as in a second call with the same loads.
-    Raises:
-        ConfigError: sizes do not match, or a placement has replicas.
     """
     load_LE = np.asarray(load_LE, dtype=np.float64)
-    sizes = {(sharding.num_ranks, sharding.experts) for sharding in shardings}
-    if len(sizes) != 1 or load_LE.shape != (len(shardings), shardings[0].experts):
-        raise ConfigError(
-            f"sharding: loads of shape {load_LE.shape} for {len(shardings)} layers of {sorted(sizes)} ranks and experts"
-        )
-    if shardings[0].num_ranks != node_layout.num_ranks:
-        raise ConfigError(
-            f"sharding: {shardings[0].num_ranks} ranks hold experts, {node_layout.num_ranks} stand in nodes"
-        )
-    _require_loads(load_LE, "sharding")
-    if any(any(sharding.replicas) for sharding in shardings):
-        raise ConfigError("sharding: a placement has replicas; give shardings")
     layers, experts = load_LE.shape
     free_W = np.full(node_layout.num_ranks, max_owned_experts(layers, experts, node_layout.num_ranks))
     owner_LE = np.full((layers, experts), -1)
@@ -331,8 +294,7 @@ def _least_loaded_rank(
     work_W: NDArray[np.generic], free_W: NDArray[np.int64], node_layout: NodeLayout, prefer_most_free: bool = False
 ) -> int:
     """Return the rank with the least work on the node with the least work, among ranks with free slots."""
-    work_NR = work_W.reshape(node_layout.num_nodes, node_layout.per_node)
-    free_NR = free_W.reshape(node_layout.num_nodes, node_layout.per_node)
+    work_NR, free_NR = node_layout.by_node(work_W), node_layout.by_node(free_W)
     # Ties: fewer free slots first, as in the paper, or more.
     sign = -1 if prefer_most_free else 1
     open_N = np.flatnonzero((free_NR > 0).any(axis=1)).tolist()

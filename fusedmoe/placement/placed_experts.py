@@ -23,32 +23,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_rows
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import tensor_version
-from fusedmoe.engine.dispatcher import is_recomputing
-from fusedmoe.errors import ConfigError
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.collectives_dispatcher import Collectives, CountedBatch
+from fusedmoe.engine.dispatcher import LocalExperts, Routed, is_recomputing
+from fusedmoe.engine.recomputation import without_selective_checkpoint
 from fusedmoe.experts.networks import Experts, ExpertsModule
-from fusedmoe.kernels.derivatives import require_no_tangent
+from fusedmoe.kernels.derivatives import before_backward, require_no_tangent
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.placement.balance import Balance
 from fusedmoe.placement.expert_table import ExpertTable, sort_by_slot, sum_over_shards
 from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.replica_gradients import (
+from fusedmoe.placement.replicas import (
+    AttachTables,
     GradientRoute,
+    ReceiveGradients,
+    RecordContext,
+    Replicas,
+    ReplicaTiming,
     SendGradients,
-    attach_tables,
-    before_backward,
-    receive_gradients,
     send_accumulated,
 )
-from fusedmoe.placement.replica_state import ReplicaTiming
-from fusedmoe.placement.replicas import RecordContext, Replicas
 from fusedmoe.placement.traffic import Transfer, split_tokens
-from fusedmoe.runtime.recorder import DeviceTime, Recorder, span
+from fusedmoe.runtime.recorder import DeviceTime, Recorder, active_recorder, part_span, span
 from fusedmoe.schedule.task import GATHER, REDUCE
 
 T = TypeVar("T")
+
+_OPERATION = "experts with replicas (placement='fssdp')"
 
 # (placement, tokens of each rank for each expert) -> a placement with at least the replicas of `placement`.
 Calibrate = Callable[[Placement, NDArray[np.int64]], Placement]
@@ -145,13 +151,8 @@ class PlacedExperts:
         return self.settings.transport is not None
 
     def set_placement(self, placement: Placement) -> None:
-        """Set the placement of the next forward passes, which fetch its replicas.
-
-        Raises:
-            ConfigError: the placement has different owners.
-        """
-        if placement.sharding != self.table.sharding:
-            raise ConfigError("a layer's owners change with reshard(), not with set_placement()")
+        """Set the placement, with the same owners, of the next forward passes, which fetch its replicas."""
+        assert placement.sharding == self.table.sharding, "owners change by reshard()"
         self.replicas.invalidate()
         self._set_placement(placement)
 
@@ -220,7 +221,7 @@ class PlacedExperts:
         row_of_expert = {expert: row for row, expert in enumerate(self.table.local_experts[: self.table.num_owned])}
         parameters = self.table.parameters
         self._gradient_route = GradientRoute(row_of_expert, [parameter.requires_grad for parameter in parameters])
-        self._parameter_aliases = receive_gradients(parameters, self._gradient_route)
+        self._parameter_aliases = ReceiveGradients.apply(self._gradient_route, *parameters)
 
     def fetch(self) -> None:
         """Start fetching replicas unless already started. Collective."""
@@ -311,7 +312,7 @@ class PlacedExperts:
         if is_in_turns:
             self.wait_for_link()
         # Transfers of parameters to replicas would lose forward-mode derivatives.
-        require_no_tangent("experts with replicas (placement='fssdp')", self.table.parameters)
+        require_no_tangent(_OPERATION, self.table.parameters)
         tables, needs_grad, send = self.table.tensors(), torch.is_grad_enabled(), None
         self._replicas_are_final |= needs_grad
         if needs_grad:
@@ -321,7 +322,7 @@ class PlacedExperts:
         y = torch.func.functional_call(ExpertsModule(self.table.experts), named, (run, replicas))
         if needs_grad and (settings.releases_replicas or is_in_turns):
             assert isinstance(y, Tensor)
-            y = before_backward(y, self._prepare_backward)
+            y = before_backward(y, self._prepare_backward, _OPERATION)
         # The last layer's backward runs next: keep its replicas. A recomputation is followed by its backward.
         if settings.releases_replicas and not (needs_grad and (next_layer is None or is_recomputed)):
             self.replicas.release()
@@ -343,7 +344,7 @@ class PlacedExperts:
         versions = [tensor_version(parameter) for parameter in self.table.parameters]
         table = self.table
         send = partial(self._send_gradients, table.transfers, table.row_of_expert, table.num_owned, versions)
-        made = list(attach_tables(self._parameter_aliases, tables, self._gradient_route, send))
+        made = list(AttachTables.apply(self._gradient_route, send, list(tables), *self._parameter_aliases))
         needs_grad = any(self._gradient_route.needs_grad)
         return made, partial(self._send_by_plan, self._gradient_route, send) if needs_grad else None
 
@@ -420,3 +421,49 @@ class ReplicaCall:
         if wait:
             work.wait()
         return self._placed.wait_for_link
+
+
+class PlacedDispatcher(Collectives):
+    """Dispatches tokens by collectives to owners and replicas, while replica weights are in flight.
+
+    A pair's slot (example in `expert_table`) also determines the rank that adds it to its partial sum, so results
+    depend on the placement only by rounding. Predicted replicas of the next layer are sent while this layer's experts
+    compute, on-demand replicas together with this layer's rows.
+    """
+
+    compiles = False
+
+    def __init__(self, placed: PlacedExperts, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._placed = placed
+
+    def exchange_metadata(
+        self, routed: Routed, calls: ExpertCalls, by_node: bool = True, weight_N: Tensor | None = None
+    ) -> CountedBatch:
+        placed = self._placed
+        placed.begin_once(active_recorder())
+        with part_span("permute"):
+            # Without padding: rows are split by their counts. Predictions use training steps only.
+            training = placed.table.experts.training and not is_recomputing()
+            layout = placed.split_rows(routed.layout.exact(), training)
+        refusal = placed.replicas.why_unusable() or routed.refusal
+        return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
+
+    def exchange_counts(
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+    ) -> Exchange:
+        return super().exchange_counts(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
+
+    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        with without_selective_checkpoint():
+            counted = self.exchange_metadata(routed, self.find_expert_calls(self._placed.table.experts))
+            return self._placed.call(partial(self.send_through_experts, counted, shared=routed.shared))
+
+    def can_chunk(self, experts: ChunkExperts) -> bool:
+        # In a step with a plan, all layers follow the plan.
+        return self._placed.timing is ReplicaTiming.IN_TURNS or super().can_chunk(experts)
+
+    def in_chunks(self, experts: LocalExperts, x_SM: Tensor) -> ChunkExperts:
+        if self._placed.table.is_read_early(x_SM.dtype):
+            self._placed.wait_for_replicas()
+        return super().in_chunks(experts, x_SM)

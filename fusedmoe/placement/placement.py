@@ -21,12 +21,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fusedmoe.errors import ConfigError
 
+_Value = TypeVar("_Value", bound=np.generic)
 _WORD = re.compile(r"\+?\d+", re.ASCII)
 
 
@@ -48,8 +50,17 @@ class NodeLayout:
     def num_nodes(self) -> int:
         return self.num_ranks // self.per_node
 
+    @property
+    def node_W(self) -> NDArray[np.int64]:
+        """[W], the node of each rank."""
+        return np.arange(self.num_ranks) // self.per_node
+
     def of(self, rank: int) -> int:
         return rank // self.per_node
+
+    def by_node(self, values_XW: NDArray[_Value]) -> NDArray[_Value]:
+        """View [..., W] as [..., N, R], by node and rank within the node."""
+        return values_XW.reshape(*values_XW.shape[:-1], self.num_nodes, self.per_node)
 
     def __str__(self) -> str:
         return f"{self.num_nodes} × {self.per_node}"

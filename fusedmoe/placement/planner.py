@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fusedmoe.comm.collectives import all_gather_object, max_over_ranks_s
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.placement.balance import Balance, auto_balance, cheapest_balance
+from fusedmoe.placement.balance import Balance, cheapest_balance
 from fusedmoe.placement.hecate import LayerLoads, LayerPolicy, hecate, is_due, is_uneven, predict_load, reshard
 from fusedmoe.placement.placed_experts import PlacedExperts
 from fusedmoe.placement.placement import NodeLayout, Placement
@@ -116,9 +116,7 @@ class PlacementPlanner:
         m = self.memory if may_add else 0
         # Backward takes twice as long as forward, which hides t experts.
         hidden_s = 2 * self.overlap * self.costs.expert_bytes / self.costs.inter_bytes_s
-        if self.planning_s is None:
-            return cheapest_balance(placement, tokens_WE, self.node_layout, m, self.costs, hidden_s)
-        return auto_balance(placement, tokens_WE, self.node_layout, m, self.costs, self.planning_s, hidden_s)
+        return cheapest_balance(placement, tokens_WE, self.node_layout, m, self.costs, hidden_s, self.planning_s)
 
     def measure_planning(self, placed: PlacedExperts, topology: Topology) -> None:
         """Measure `planning_s`. Collective over all ranks."""
@@ -127,8 +125,9 @@ class PlacementPlanner:
         seconds = []
         for _ in range(3):  # the first also imports and allocates
             start = perf_counter()
-            balance = auto_balance(sharding, skewed_WE, self.node_layout, self.memory, self.costs)
-            auto_balance(balance.placement, skewed_WE, self.node_layout, 0, self.costs)  # as in `split_rows`
+            balance = cheapest_balance(sharding, skewed_WE, self.node_layout, self.memory, self.costs, planning_s=0.0)
+            # As in `split_rows`.
+            cheapest_balance(balance.placement, skewed_WE, self.node_layout, 0, self.costs, planning_s=0.0)
             seconds.append(perf_counter() - start)
         self.planning_s = max_over_ranks_s(topology.world, [min(seconds)], "time to balance in")[0]
 

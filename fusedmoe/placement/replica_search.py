@@ -186,7 +186,7 @@ class _ReplicaSearch:
         """
         node_layout = self.node_layout
         each_X = np.asarray(each_X, dtype=np.float64)
-        copies_XN = holds_XW.reshape(*holds_XW.shape[:-1], node_layout.num_nodes, node_layout.per_node).sum(axis=-1)
+        copies_XN = node_layout.by_node(holds_XW).sum(axis=-1)
         lacks_XN = copies_XN == 0
         received_X = each_X * node_layout.per_node * lacks_XN.sum(axis=-1) / copies_XN.sum(axis=-1)
         inside_XN = each_X[..., None] * node_layout.per_node / np.maximum(copies_XN, 1)
@@ -217,13 +217,12 @@ def add_node_local(
     A replica is added if its rows take longer to send between nodes (in four all-to-alls) than its parameters and
     gradients.
     """
-    by_node = (placement.experts, node_layout.num_nodes, node_layout.per_node)
+    by_node = node_layout.by_node
     holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
-    room_N = room_W.reshape(node_layout.num_nodes, node_layout.per_node).sum(axis=1).tolist()
-    from_EN = tokens_WE.T.reshape(by_node).sum(axis=2)
-    copies_EN = holds_EW.reshape(by_node).sum(axis=2)
+    room_N = by_node(room_W).sum(axis=1).tolist()
+    from_EN, copies_EN = by_node(tokens_WE.T).sum(axis=2), by_node(holds_EW).sum(axis=2)
     # Rows of the node only: other nodes will hold their popular experts.
-    work_W = (holds_EW.reshape(by_node) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
+    work_W = (by_node(holds_EW) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
     crossing_X = np.where(copies_EN == 0, from_EN, 0).reshape(-1)
     least = 2 * costs.expert_bytes / max(1, EXCHANGES * costs.token_bytes)
     order_x = np.argsort(-crossing_X, kind="stable")

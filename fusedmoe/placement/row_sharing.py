@@ -27,8 +27,8 @@ def nearest_rows(placement: Placement, tokens_WE: NDArray[np.int64], node_layout
     if not any(placement.replicas):
         return holds_EW * tokens_WE.sum(axis=0)[:, None]
     computed_EW = np.where(holds_EW, tokens_WE.T, 0)
-    left_EN = (tokens_WE.T - computed_EW).reshape(-1, node_layout.num_nodes, node_layout.per_node).sum(axis=2)
-    holds_ENR = holds_EW.reshape(-1, node_layout.num_nodes, node_layout.per_node)
+    left_EN = node_layout.by_node(tokens_WE.T - computed_EW).sum(axis=2)
+    holds_ENR = node_layout.by_node(holds_EW)
     copies_EN = holds_ENR.sum(axis=2)
     each_EN, rest_EN = np.divmod(left_EN, np.maximum(copies_EN, 1))
     more_ENR = holds_ENR.cumsum(axis=2) <= rest_EN[:, :, None]
@@ -56,7 +56,7 @@ class RowSharing:
         self.computed_VE = nearest_rows(before, tokens_WE, node_layout).T.copy()
         self.work_V = self.computed_VE.sum(axis=1)
         self.free_slots_V = np.maximum(m - before.extra_W(), 0)
-        self._node_V = np.arange(node_layout.num_ranks) // node_layout.per_node
+        self._node_V = node_layout.node_W
         self._inside_VV = self._node_V[:, None] == self._node_V
         held_EV = self.holds_VE.T.astype(np.float32)
         self.can_move_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0

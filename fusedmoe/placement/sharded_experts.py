@@ -98,9 +98,8 @@ class ShardedExperts:
             tokens_WE, node_layout, memory, costs) -> a placement with at least the replicas of `placement`.
         balance: "predicted": only the policy chooses replicas, and rows are split evenly over them. "exact": each
             forward plans on the host after the gate: it assigns rows to replicas to minimize the layer's time, and the
-            first training forward of a step adds on-demand replicas (`balance.cheapest_balance`). "auto": as "exact" if
-            planning can pay off, else rows are sent to the nearest replicas (`balance.auto_balance`); owners stay while
-            the busiest ranks are within 5% of the mean.
+            first training forward of a step adds on-demand replicas. "auto": as "exact" if planning can pay off, else
+            rows are sent to the nearest replicas; owners stay while the busiest ranks are within 5% of the mean.
         rematerialises: release replicas after each forward and fetch them again for its backward: memory for the
             replicas of two layers instead of all layers, and twice the traffic.
         costs: of a token and an expert. None: measured if a policy needs them; `tune_step` may measure them again, and

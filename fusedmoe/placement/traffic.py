@@ -33,13 +33,9 @@ class Transfer(NamedTuple):
 def gather_transfers(before: Placement, after: Placement, node_layout: NodeLayout) -> tuple[Transfer, ...]:
     """Return the transfers of a SparseAllGather from `before` to `after`, sorted by step, expert and source.
 
-    Raises `ConfigError` if `after` lacks a replica in `before`, or has different owners or ranks.
+    `after` has the replicas of `before`, and maybe more.
     """
-    if not before.is_within(after) or before.num_ranks != node_layout.num_ranks:
-        raise ConfigError(
-            "sparse all-gather: what is there before must be there after, with the same owners on the same ranks: "
-            f"{before} is not within {after}".replace("\n", "; ")
-        )
+    assert before.is_within(after)
     transfers: list[Transfer] = []
     # Experts received from other nodes, to spread them over the links of a node's ranks.
     arrived_W = [0] * node_layout.num_ranks
@@ -104,46 +100,14 @@ def reduce_transfers(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
     return tuple(sorted(back, key=lambda transfer: (transfer.step, transfer.expert, transfer.source)))
 
 
-class LinkBytes(NamedTuple):
-    """Bytes that each rank, [W], sends and receives between nodes and within its node."""
-
-    inter_sent_W: NDArray[np.int64]
-    inter_received_W: NDArray[np.int64]
-    intra_sent_W: NDArray[np.int64]
-    intra_received_W: NDArray[np.int64]
-
-    @property
-    def total(self) -> int:
-        return int(self.inter_sent_W.sum() + self.intra_sent_W.sum())
-
-    @property
-    def max_link_bytes(self) -> int:
-        """Maximum bytes that a rank sends or receives on one kind of link."""
-        return int(max(counts_W.max() for counts_W in self))
-
-
-def link_bytes(transfers: Iterable[Transfer], node_layout: NodeLayout, expert_bytes: int) -> LinkBytes:
-    """Return the bytes of these transfers per rank and kind of link."""
+def link_bytes(transfers: Iterable[Transfer], node_layout: NodeLayout, expert_bytes: int) -> NDArray[np.int64]:
+    """Return [4, W], the bytes that ranks send and receive between nodes, and send and receive within their node."""
     counts = np.zeros((4, node_layout.num_ranks), dtype=np.int64)
     for transfer in transfers:
         inside = 2 * (node_layout.of(transfer.source) == node_layout.of(transfer.target))
         counts[inside, transfer.source] += expert_bytes
         counts[inside + 1, transfer.target] += expert_bytes
-    return LinkBytes(*counts)
-
-
-def require_token_counts(
-    operation: str, tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout
-) -> NDArray[np.integer]:
-    tokens_WE = np.asarray(tokens_WE)
-    if tokens_WE.shape != (node_layout.num_ranks, placement.experts) or placement.num_ranks != node_layout.num_ranks:
-        raise ConfigError(
-            f"{operation}: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.num_ranks} "
-            f"ranks, and {node_layout.num_ranks} ranks in nodes"
-        )
-    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
-        raise ConfigError(f"{operation}: tokens are counted in integers of 0 or more")
-    return tokens_WE
+    return counts
 
 
 def split_tokens(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout) -> NDArray[np.int64]:
@@ -153,24 +117,21 @@ def split_tokens(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLa
     there are none, over all holders. Remainders are assigned round-robin: summed over ranks with the same choice of
     holders, holders differ by at most one token.
 
-    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V. Raises `ConfigError` for invalid sizes or
-    counts.
+    Returns sent_WEV: [W, E, V] int64, tokens that rank W sends to rank V.
     """
-    tokens_WE = require_token_counts("dispatch", tokens_WE, placement, node_layout).astype(np.int64)
+    tokens_WE = np.asarray(tokens_WE, dtype=np.int64)
     holds_EW = placement.holds_EW
-    node_W = np.arange(node_layout.num_ranks) // node_layout.per_node
+    node_W = node_layout.node_W
     beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
     inside_WE = beside_WEV.any(axis=2)
     choice_WEV = np.where(inside_WE[:, :, None], beside_WEV, holds_EW[None])
-    local_EW = holds_EW & (
-        np.arange(node_layout.num_ranks)[:, None, None] == np.arange(node_layout.num_ranks)
-    )  # [W, E, V]
-    choice_WEV = np.where(holds_EW.T[:, :, None], local_EW, choice_WEV)
+    own_WEV = np.eye(node_layout.num_ranks, dtype=np.bool_)[:, None]
+    choice_WEV = np.where(holds_EW.T[:, :, None], own_WEV, choice_WEV)
     copies_WE = choice_WEV.sum(axis=2)
     each_WE, rest_WE = np.divmod(tokens_WE, copies_WE)
     # Remainders of preceding ranks with the same choice of holders: the holders on the node, or all. If one node has
     # all holders, both choices are the same.
-    several_E = holds_EW.reshape(-1, node_layout.num_nodes, node_layout.per_node).any(axis=2).sum(axis=1) > 1
+    several_E = node_layout.by_node(holds_EW).any(axis=2).sum(axis=1) > 1
     beside_WE = inside_WE & several_E
     far_WE = np.where(beside_WE, 0, rest_WE)
     near_WE = np.where(beside_WE & ~holds_EW.T, rest_WE, 0)
@@ -234,7 +195,7 @@ def placement_load(tokens_WE: ArrayLike, placement: Placement, node_layout: Node
     """Return the token counts of ranks and links. `tokens_WE`: [W, E] integers."""
     sent_WEV = split_tokens(tokens_WE, placement, node_layout)
     flow_WV = sent_WEV.sum(axis=1)  # from each rank to each rank
-    node_W = np.arange(node_layout.num_ranks) // node_layout.per_node
+    node_W = node_layout.node_W
     inside_WV = node_W[:, None] == node_W
     inter_WV = np.where(inside_WV, 0, flow_WV)
     intra_WV = flow_WV - inter_WV
@@ -266,5 +227,28 @@ def transfers_s(
     transfers: Iterable[Transfer], node_layout: NodeLayout, costs: PlacementCosts, expert_bytes: int
 ) -> float:
     """Return the busiest rank's seconds of expert transfers of `expert_bytes` each."""
-    *inter, sent, received = (counts_W.max() for counts_W in link_bytes(transfers, node_layout, expert_bytes))
-    return float(max(max(inter) / costs.inter_bytes_s, max(sent, received) / costs.intra_bytes_s))
+    inter, intra = link_bytes(transfers, node_layout, expert_bytes).reshape(2, -1).max(axis=1)
+    return float(max(inter / costs.inter_bytes_s, intra / costs.intra_bytes_s))
+
+
+def exposed_s(
+    before: Placement, after: Placement, node_layout: NodeLayout, costs: PlacementCosts, hidden_s: float = 0.0
+) -> float:
+    """Return the seconds that the transfers of new replicas, those not in `before`, add to the layer's time.
+
+    Parameter transfers count in full: experts wait for them. `hidden_s` hides the gradient transfers of the replicas in
+    `before` first, then those of the new replicas.
+
+    Worked example: transfers take 5 s for the new replicas and 3 s for the replicas in `before`. With `hidden_s` = 6,
+    parameters count 5 s and gradients 2 s.
+    """
+    if after.is_within(before):
+        return 0.0
+
+    def gather_s(start: Placement, end: Placement) -> float:
+        return transfers_s(gather_transfers(start, end, node_layout), node_layout, costs, costs.expert_bytes)
+
+    there_s = gather_s(before.both(after), after)
+    if hidden_s:
+        hidden_s -= gather_s(before.sharding, before)
+    return there_s + there_s - min(there_s, max(0.0, hidden_s))

@@ -161,12 +161,9 @@ def measured_costs(
 def cached_task_times(
     topology: Topology, facts: dict[str, Any], measure: Callable[[], Observed], again: bool = False
 ) -> Observed:
-    """Return the cached task times of steps; measure if missing. Collective over all ranks.
+    """Return the cached task times of steps; measure if missing, or `again`. Collective over all ranks.
 
-    Args:
-        facts: `machine_facts` and the model's shapes, equal on all ranks.
-        measure: collective; returns equal results on all ranks.
-        again: measure even if cached.
+    `facts` are `machine_facts` and the model's shapes. `measure` is collective and returns equal results on all ranks.
     """
     observed = None if again else read_cached_tasks(topology, facts)
     if observed is None:
@@ -278,7 +275,6 @@ def cached_plans(
 
     Args:
         policies: names of policies of whole layers.
-        costs: equal on all ranks.
         limit, samples: maximum number of chunks, and samples per batch (`PlanSearch`).
         again: search even if cached.
         show: called on rank 0 with completed and total parts; None: show a progress bar.

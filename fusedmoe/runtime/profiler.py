@@ -37,7 +37,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import device_uses_triton, require_float_dtype
 from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.cost import (
     NO_CONTENTION,
     Contention,
@@ -263,7 +263,7 @@ class _Profiler:
         for _ in range(1 + ROUNDS):  # the first round compiles kernels
             self._warm_up()
             self._wait_for_ranks()
-            with self._recorder.span("signals", kind=TaskKind.OTHER):
+            with span(self._recorder, "signals", kind=TaskKind.OTHER):
                 for _ in range(_NUM_SIGNALS):
                     through.exchange(row, each, each, 1, "profile")
             taken.append(float(self._max_over_ranks([self._recorder.timeline().duration_s])[0]) / _NUM_SIGNALS)
@@ -363,7 +363,7 @@ class _Profiler:
         self._warm_up()
         for number, (name, size) in enumerate(samples):
             self._wait_for_ranks()
-            with self._recorder.span(name, kind=TaskKind.OTHER):
+            with span(self._recorder, name, kind=TaskKind.OTHER):
                 self._operations[name].run(size)
             if total:
                 self._show(done + number + 1, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.progress import (
@@ -29,7 +30,7 @@ _MIN_DONE_FRACTION = 0.1
 _LINE_INTERVAL_S = 15.0
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """Progress bar on stderr with the remaining time, shown after 2 s; without a terminal, a line every 15 s.
 
         with ProgressBar("simulating") as bar:
@@ -51,9 +52,6 @@ class ProgressBar:
         self._next_s = self._began_s + _SHOW_AFTER_S
         self._is_shown = False
 
-    def __enter__(self) -> ProgressBar:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
@@ -70,8 +68,8 @@ class ProgressBar:
             left = ""
             if self._budget_s is not None:
                 left = f", at most {_format_duration(self._budget_s)} in all"
-            elif done >= _MIN_DONE_FRACTION * total:
-                left = f", {_format_duration((now - self._began_s) / done * (total - done))} left"
+            else:
+                left = _format_remaining(now - self._began_s, done, total)
             print(f"fusedmoe: {self._what}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
 
     def finish(self, done: str, suffix: str = "") -> None:
@@ -97,11 +95,8 @@ class RemainingColumn(ProgressColumn):
         return Text.assemble(self._column.render(task), self._suffix)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """Context that reports training steps. This base class shows nothing."""
-
-    def __enter__(self) -> Display:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -124,16 +119,15 @@ class LinePrinter(Display):
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._began_s: tuple[int, float] | None = None
+        self._began: tuple[int, float] | None = None
         self._next_s = 0.0
 
     def show_step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        now, left = time.monotonic(), ""
-        first, began_s = self._began_s = self._began_s or (done, now)
-        if done - first >= max(1.0, _MIN_DONE_FRACTION * (self._total - first)):
-            left = f", {_format_duration((now - began_s) / (done - first) * (self._total - done))} left"
+        now = time.monotonic()
+        first, began_s = self._began = self._began or (done, now)
         if now >= self._next_s or done == self._total:
             self._next_s = now + _LINE_INTERVAL_S
+            left = _format_remaining(now - began_s, done - first, self._total - first)
             self.show_message(f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}")
 
     def show_message(self, line: str) -> None:
@@ -167,6 +161,12 @@ class TrainingBar(Display):
 
     def show_message(self, line: str) -> None:
         self._progress.console.print(printable(line), markup=False, highlight=False)
+
+
+def _format_remaining(elapsed_s: float, done: float, total: float) -> str:
+    if not done or done < _MIN_DONE_FRACTION * total:
+        return ""
+    return f", {_format_duration(elapsed_s / done * (total - done))} left"
 
 
 def _format_duration(seconds: float) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from fusedmoe.compat.torch import is_profiler_active
-from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.derivatives import before_backward
 from fusedmoe.schedule.timeline import Span, Timeline, require_known
 
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -42,14 +42,18 @@ def span(
     phase: str | None = None,
     also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
-    """Return `recorder.span(...)` or a null context, plus a profiler range if a PyTorch profiler is active."""
+    """Return a context that records a span, in `recorder` and, if a PyTorch profiler is active, as its range.
+
+    Nothing is recorded if the body raises. `also`: further resources that the span occupies. Raises `ConfigError` for
+    an unknown kind, resource or phase.
+    """
     if isinstance(recorder, _LayerRecorder):
         layer, recorder = recorder.layer, recorder.parent
     if recorder is None and not is_profiling():
         return _NULL_CONTEXT
     record = None
     if recorder is not None:
-        record = recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
+        record = recorder.timer(Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
         if not is_profiling():
             return record
     numbers = [f"{what} {number}" for what, number in (("layer", layer), ("chunk", chunk)) if number is not None]
@@ -70,6 +74,7 @@ def active_recorder() -> Recorder | None:
 
 def part_span(kind: str) -> AbstractContextManager[None]:
     """Return a context that records the forward of a part of a layer with the active recorder."""
+    # Inline `active_recorder` and an early return: every forward calls this five times.
     recorder = None if torch.compiler.is_compiling() else _active.recorder
     if recorder is None and not is_profiling():
         return _NULL_CONTEXT
@@ -113,24 +118,8 @@ def record_operation(
     # The backward pass reaches the callback on the output first, and the callback on the input last.
     back = span(recorder, kind, kind=kind, phase="backward")
     with span(recorder, kind, kind=kind, phase="forward"):
-        y = operation(_BackwardCallback.apply(x, lambda: back.__exit__(None, None, None)))
-        return _BackwardCallback.apply(y, lambda: back.__enter__())
-
-
-class _BackwardCallback(Function):
-    """Identity that calls `action` in the backward pass."""
-
-    operation, double_backward = "a recorded part", True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.action()
-        return gradients[0], None
+        y = operation(before_backward(x, lambda: back.__exit__(None, None, None), "a recorded part"))
+        return before_backward(y, lambda: back.__enter__(), "a recorded part")
 
 
 class Recorder:
@@ -175,26 +164,13 @@ class Recorder:
     def _seconds(self, mark: Any) -> float:
         return mark - self._zero_s if self._device is None else float(self._zero_mark.elapsed_time(mark)) * 1e-3
 
-    def span(
-        self,
-        name: str,
-        *,
-        kind: str,
-        resource: str = "compute",
-        chunk: int | None = None,
-        layer: int | None = None,
-        phase: str | None = None,
-        also: tuple[str, ...] = (),
-    ) -> AbstractContextManager[None]:
-        """Return a context that records one span, unless its body raises.
-
-        `also`: further resources that the span occupies. Raises `ConfigError` for an unknown kind, resource or phase.
-        """
-        require_known("kind", kind)
-        require_known("phase", phase)
-        for each in (resource, *also):
-            require_known("resource", each)
-        return _SpanTimer(self._mark, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
+    def timer(self, what: Span) -> AbstractContextManager[None]:
+        """Return a context that records `what`, with the times of its body, unless its body raises."""
+        require_known("kind", what.kind)
+        require_known("phase", what.phase)
+        for resource in what.resources:
+            require_known("resource", resource)
+        return _SpanTimer(self._mark, self._records, what)
 
     def timeline(self) -> Timeline:
         """Return everything recorded so far. Synchronizes with the device."""
@@ -206,13 +182,10 @@ class Recorder:
 
 
 class _LayerRecorder(Recorder):
-    """Adds the layer index to spans and forwards them to another recorder and the profiler."""
+    """Another recorder, or None, and the layer index that `span` adds."""
 
     def __init__(self, recorder: Recorder | None, layer: int | None) -> None:
         self.parent, self.layer = recorder, layer
-
-    def span(self, name: str, **what: Any) -> AbstractContextManager[None]:
-        return span(self, name, **what)
 
 
 class _Range(AbstractContextManager[None]):

@@ -17,7 +17,7 @@ from fusedmoe.schedule.passes import GradientPartition, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -35,7 +35,6 @@ __all__ = [
     "TESTBEDS",
     "Workload",
     "draw",
-    "makespan",
     "micro_schedule",
     "simulate",
     "step_plan",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from fusedmoe.schedule.step_costs import (
     StageTime,
     StepCosts,
     chunk_times,
+    map_shared,
     pass_bound_s,
     resource_work_s,
 )
@@ -130,9 +131,10 @@ def _range_sums(
     # rows with its last chunk. Backward, a range that starts with a dense part follows those of its first chunk.
     forward = passes[0].dense_index == 0
     after_all, before_all = forward and e == 0, not forward and b == passes[p].dense_index
-    before = _of_each(passes[:p], lambda layer: layer.overlap_path_s if before_all else layer.path_s())
-    after = _of_each(passes[q + 1 :], lambda layer: layer.overlap_path_s if after_all else layer.path_s())
-    sums = [*before, *_of_each(passes[p : q + 1], lambda layer: layer.work_s(weights)), *after]
+    before = map_shared(lambda layer: layer.overlap_path_s if before_all else layer.path_s(), passes[:p])
+    after = map_shared(lambda layer: layer.overlap_path_s if after_all else layer.path_s(), passes[q + 1 :])
+    # Shared sums keep the linear program small.
+    sums = [*before, *map_shared(lambda layer: layer.work_s(weights), passes[p : q + 1]), *after]
     for number in {p, q}:
         layer = passes[number]
         seconds = layer.work_s(weights, b if number == p else 0, e + 1 if number == q else None)
@@ -142,12 +144,6 @@ def _range_sums(
             seconds = seconds + (layer.overlap_pipeline_s if after_all else layer.path_s(e + 1))
         sums[number] = seconds
     return sums
-
-
-def _of_each(passes: Sequence[_Pass], value: Callable[[_Pass], Any]) -> list[Any]:
-    """Return a value of each pass. Passes that are one object share one value, which keeps the linear program small."""
-    found = {key: value(one) for key, one in {id(one): one for one in passes}.items()}
-    return [found[id(one)] for one in passes]
 
 
 def _all_range_sums(
@@ -172,18 +168,19 @@ def _micro_batch_bound_s(costs: StepCosts, max_degree: int) -> float:
     weightings = [compute, *(weights for weights in weightings if weights["intra"] or weights["inter"])]
 
     def passes(phase: str, has_w_tasks: bool) -> list[_Pass]:
-        layers = {id(layer): layer for layer in costs.layers}  # often one object many times
-        known = {key: _pass(layer, phase, max_degree, has_w_tasks, costs.contention) for key, layer in layers.items()}
-        return [known[id(layer)] for layer in costs.layers]
+        return map_shared(lambda layer: _pass(layer, phase, max_degree, has_w_tasks, costs.contention), costs.layers)
 
     forward_s = _min_max_bound_s(_all_range_sums(passes("forward", False), weightings, 0.0))
+    # Nothing can overlap the all-reduce of the first layer's gradient.
+    size = costs.gradient_bytes[0] if _has_gradient_dependencies(costs.layers[0]) else 0
+    first_s = costs.all_reduce.seconds(size) if size else 0.0
     backward_s = math.inf
     for has_w_tasks in (False, True):
         back = passes("backward", has_w_tasks)[::-1]
-        sums = list(_all_range_sums(back, weightings, _first_gradient_s(costs)))
+        sums = list(_all_range_sums(back, weightings, first_s))
         head = back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute"))
         nothing = 0.0 * back[0].overlap_path_s
-        all_s = _of_each(back, lambda layer: layer.work_s(compute) + layer.w_tasks_s)
+        all_s = map_shared(lambda layer: layer.work_s(compute) + layer.w_tasks_s, back)
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
         for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
             layer = min(len(back) - done, len(back) - 1)
@@ -191,20 +188,14 @@ def _micro_batch_bound_s(costs: StepCosts, max_degree: int) -> float:
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
                 rest_s, before = costs.all_reduce.seconds(left), [layer.overlap_path_s for layer in back[:done]]
                 for weighting in weightings[1:]:
-                    work = _of_each(back[done:], lambda layer, by=weighting: layer.work_s(by))  # type: ignore[misc]
+                    work = map_shared(lambda layer, by=weighting: layer.work_s(by), back[done:])  # type: ignore[misc]
                     sums.append(([*before, *work], weighting["inter"] * rest_s))
                 if done:
-                    urgent = _of_each(back[:done], lambda layer: layer.work_s(compute))
+                    urgent = map_shared(lambda layer: layer.work_s(compute), back[:done])
                     urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_w_tasks_s
                     sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
         backward_s = min(backward_s, _min_max_bound_s(sums))
     return forward_s + (costs.loss_s or 0.0) + backward_s + (costs.optimizer_s or 0.0)
-
-
-def _first_gradient_s(costs: StepCosts) -> float:
-    """Return the seconds of the first layer's gradient all-reduce, which nothing can overlap."""
-    size = costs.gradient_bytes[0] if _has_gradient_dependencies(costs.layers[0]) else 0
-    return costs.all_reduce.seconds(size) if size else 0.0
 
 
 def _min_max_bound_s(sums: Iterable[_Sum]) -> float:

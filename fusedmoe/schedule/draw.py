@@ -312,7 +312,8 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
                     corners.append([(left, y0), (right, y0), (right, y1), (left, y1)])
                     colours.append(stripe.colour)
                     edges.append(0.5 if width * inches_per_ms > 0.03 and stripe is ground else 0.0)
-                y0, y1 = (top + share * (bottom - top) for share in free_of(bands))
+                free = (_BAND, 1 - _BAND) if bands else (0.0, 1.0)
+                y0, y1 = (top + share * (bottom - top) for share in free)
                 ink = "white" if is_dark(ground.colour) else _INK
                 for dy, text, size in label_of(span, width * inches_per_ms, y1 - y0):
                     at = left + width / 2, (y0 + y1) / 2 + dy
@@ -336,12 +337,6 @@ def stripes_of(kind: str) -> list[Stripe]:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
     return [Stripe(0.0, 1.0, expert), Stripe(0.0, _BAND, there), Stripe(1 - _BAND, 1.0, back)]
-
-
-def free_of(bands: Sequence[Stripe]) -> tuple[float, float]:
-    """Return top and bottom of a bar's area without bands."""
-    top = max((band.bottom for band in bands if band.bottom < 0.5), default=0.0)
-    return top, min((band.top for band in bands if band.top > 0.5), default=1.0)
 
 
 def label_of(span: Span, width: float, height: float) -> list[tuple[float, str, float]]:

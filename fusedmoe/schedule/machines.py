@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -185,21 +184,17 @@ class Machine:
     def at_end(self, is_fast: bool) -> Machine:
         """Return the machine with each figure at the slow or the fast end of its `bounds`."""
 
-        def moved(name: str, datum: Datum) -> Datum:
-            # The slow end is the longest time, but the smallest speed or share.
-            place = int(is_fast != name.endswith("_s"))
-            return datum if datum.bounds is None else datum._replace(value=datum.bounds[place])
+        def moved(of: Machine | Link) -> dict[str, Any]:
+            return {field.name: moved_value(field.name, getattr(of, field.name)) for field in fields(of)}
 
-        changes: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Datum):
-                changes[field.name] = moved(field.name, value)
-            elif isinstance(value, Link):
-                changes[field.name] = Link(
-                    **{part.name: moved(part.name, getattr(value, part.name)) for part in fields(value)}
-                )
-        return replace(self, **changes)
+        def moved_value(name: str, value: Any) -> Any:
+            if isinstance(value, Link):
+                return Link(**moved(value))
+            # The slow end is the longest time, but the smallest speed or share.
+            is_movable = isinstance(value, Datum) and value.bounds is not None
+            return value._replace(value=value.bounds[is_fast != name.endswith("_s")]) if is_movable else value
+
+        return Machine(**moved(self))
 
     def costs(
         self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1, *, crossing_share: float | None = None
@@ -301,11 +296,9 @@ def measured_spread(timelines: Sequence[Timeline]) -> float:
     """
     durations: dict[tuple[object, ...], list[float]] = {}
     for timeline in timelines:
-        before: Counter[tuple[object, ...]] = Counter()  # repetitions of a task
-        for span in timeline.on("compute"):
-            task = (span.kind, span.chunk, span.layer, span.phase)
-            durations.setdefault((*task, before[task]), []).append(span.duration_s)
-            before[task] += 1
+        for task, span in timeline.by_task().items():
+            if "compute" in span.resources:
+                durations.setdefault(task, []).append(span.duration_s)
     of_all = [of for of in durations.values() if len(of) == len(timelines) > 1 and sum(of) > 0]
     if not of_all:
         raise ConfigError("spread: needs timelines of one step on at least two ranks with the same compute tasks")

@@ -84,10 +84,7 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """Return the seconds of a pass in `one_queue` order with r chunks, without contention; exact.
-
-    `times`: seconds of one chunk's tasks; `gar`: seconds of the gradient all-reduces.
-    """
+    """Return the seconds of `one_queue` without contention; exact."""
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))

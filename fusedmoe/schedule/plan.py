@@ -31,7 +31,6 @@ from functools import cached_property
 from itertools import pairwise
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.events import followers_of, issue_order
 from fusedmoe.schedule.task import (
     FUSED,
     LINKS,
@@ -41,6 +40,8 @@ from fusedmoe.schedule.task import (
     SYMBOLS,
     Task,
     TaskKind,
+    followers_of,
+    issue_order,
     resources_of,
     standard_dependencies,
 )

@@ -6,7 +6,7 @@
             ...  # a whole step, which follows chooser.now
 
 Trials are rounds of successive halving: all remaining candidates run a few steps, interleaved, and the half with the
-smaller medians stays. The time lost to slower plans is bounded (`trials.SHARE`).
+smaller medians stays. The time lost to slower plans is bounded (`candidates.SHARE`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.candidates import OFF, PlanCandidate
+from fusedmoe.schedule.candidates import OFF, SHARE, STEPS, Entry, PlanCandidate, Trials, TriedPlan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.trials import SHARE, STEPS, Entry, Trials, TriedPlan
 
 #: Steps per window. A window's median is compared with the plan's time when it was chosen.
 WINDOW = 10

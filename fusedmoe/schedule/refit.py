@@ -21,7 +21,7 @@ import numpy as np
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, Observed, Sample, fit, fit_nonnegative_line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
+from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges, map_shared
 from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
@@ -102,13 +102,10 @@ def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
     # that made the rank late.
     last: dict[tuple[object, ...], Span] = {}
     for timeline in timelines:
-        times: Counter[tuple[object, ...]] = Counter()
-        for span in timeline.spans:
-            task = (span.kind, span.chunk, span.layer, span.phase)
-            other = last.get((*task, times[task]), span)
+        for task, span in timeline.by_task().items():
+            other = last.get(task, span)
             start_s, end_s = max(span.start_s, other.start_s), max(span.end_s, other.end_s)
-            last[*task, times[task]] = other._replace(start_s=start_s, end_s=end_s)
-            times[task] += 1
+            last[task] = other._replace(start_s=start_s, end_s=end_s)
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
@@ -222,8 +219,6 @@ def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool])
 
 def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepCosts:
     """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
-    distinct = {id(layer): layer for layer in costs.layers}  # keyed by id: often one object many times
-    layers = {key: _refit_layer(layer, observed, row_ratio, costs.task_s) for key, layer in distinct.items()}
     between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_outside_tasks_s(observed, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / row_ratio
@@ -234,7 +229,7 @@ def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepC
         optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / row_ratio
     return replace(
         costs,
-        layers=tuple(layers[id(layer)] for layer in costs.layers),
+        layers=tuple(map_shared(lambda layer: _refit_layer(layer, observed, row_ratio, costs.task_s), costs.layers)),
         all_reduce=_refit_line(costs.all_reduce, observed.get(TaskKind.GRADIENT_ALL_REDUCE, "backward")),
         loss_s=loss_s,
         optimizer_s=optimizer_s,
@@ -300,13 +295,7 @@ def _outside_tasks_s(observed: Observed, phase: str) -> float | None:
 
 
 def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
-    """Fit the time of a pipeline stage to measurements.
-
-    Args:
-        part: the predicted time, returned unchanged without measurements.
-        points: measured seconds of one chunk, by the number of chunks of the pass.
-        row_ratio: measured rows divided by the rows of `part`.
-    """
+    """Fit a predicted stage time to `points`, measured seconds of one chunk by number of chunks, if there are any."""
     if not points:
         return part
     # Several numbers of chunks separate start-up from work.

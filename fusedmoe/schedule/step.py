@@ -11,11 +11,11 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.passes import GradientPartition, Order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, STAGES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
+from fusedmoe.schedule.task_orders import fill_idle_slots
 
 #: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256
@@ -166,13 +166,12 @@ class BucketCutter:
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     """Return one layer's pass of a plan: its chunks, and the gradient buckets between them."""
-
     orders = {}
     for resource, tasks in plan.orders.items():
-        places = [place for place, task in enumerate(tasks) if _is_chunk(task, layer, phase)]
+        places = [place for place, task in enumerate(tasks) if is_chunk(task, layer, phase)]
         between = tasks[places[0] : places[-1] + 1] if places else ()
         orders[resource] = [
-            task for task in between if _is_chunk(task, layer, phase) or task.kind == TaskKind.GRADIENT_ALL_REDUCE
+            task for task in between if is_chunk(task, layer, phase) or task.kind == TaskKind.GRADIENT_ALL_REDUCE
         ]
     return Plan.from_orders(orders)
 
@@ -189,7 +188,7 @@ def one_pass(plan: Plan, phase: str) -> Plan:
 
 def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
     """Return the gradient buckets between a layer's last backward chunk and the next layer's first."""
-    places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
+    places = [place for place, task in enumerate(plan.inter) if is_chunk(task, layer, "backward")]
     behind = plan.inter[places[-1] + 1 :] if places else ()
     buckets = takewhile(lambda task: task.kind == TaskKind.GRADIENT_ALL_REDUCE, behind)
     # Buckets with an `after` entry, or that wait for the dense part of this or an earlier layer, are not overlapped.
@@ -205,5 +204,5 @@ def fused_pass(kind: str, degree: int, phase: str) -> Plan:
     return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 
 
-def _is_chunk(task: Task, layer: int, phase: str) -> bool:
+def is_chunk(task: Task, layer: int, phase: str) -> bool:
     return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line
 from fusedmoe.schedule.plan import Plan, task_name
-from fusedmoe.schedule.task import LINKS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 
 #: Default limit for the number of chunks.
 MAX_DEGREE = 16
 
 _SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def map_shared(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the result for each item; items that are one object, as layers often are, share one result."""
+    results = {key: function(item) for key, item in {id(item): item for item in items}.items()}
+    return [results[id(item)] for item in items]
 
 
 @dataclass(frozen=True)
@@ -100,11 +109,8 @@ class LayerCosts:
         chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
         return replace(self, chunks=chunks)
 
-    def dense_total_s(self, phase: str, degree: int | None = None) -> float:
-        """Return the seconds of all dense parts of a pass, unchunked or in `degree` micro-batches."""
-        if degree is None:
-            return sum(self.dense_s[phase].values())
-        return sum(degree * part.seconds(degree) for part in self.micro_batch_costs().dense[phase].values())
+    def dense_total_s(self, phase: str) -> float:
+        return sum(self.dense_s[phase].values())
 
     def micro_batch_costs(self) -> MicroBatches:
         """Return `micro`. Raises `ConfigError` if it is None."""
@@ -139,8 +145,7 @@ class StepCosts:
 
     def by_layer(self) -> StepCosts:
         """Return the costs without micro-batches: only the layers' pipelines can be chunked."""
-        found = {id(layer): replace(layer, micro=None) for layer in self.layers}  # often one object many times
-        return replace(self, layers=tuple(found[id(layer)] for layer in self.layers))
+        return replace(self, layers=tuple(map_shared(lambda layer: replace(layer, micro=None), self.layers)))
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
@@ -192,11 +197,9 @@ class StepCosts:
 
 
 def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
-    micro = layer.micro
+    micro = layer.micro or MicroBatches({phase: {}}, {})
     if kind in PIPELINE:
         part = layer.chunks[phase].get(kind)
-    elif micro is None:
-        part = None
     elif kind == TaskKind.PERMUTE and micro.waits:
         part = StageTime(0.0, 0.0)
     elif kind in _SOURCES:
@@ -205,10 +208,9 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
         part = micro.dense[phase].get(kind)
     if part is None or not without_weights:
         return part
-    weights = None if micro is None else micro.weights.get(kind)
-    if micro is None or weights is None:
+    if kind not in micro.weights:
         return None
-    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
+    return part + micro.weights[kind] * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
@@ -239,29 +241,6 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
         result[task] = range(start, stop)
         start = stop
     return result
-
-
-def resource_bound_s(
-    costs: StepCosts, degrees: Mapping[str, Sequence[tuple[int | None, int]]], buckets: Iterable[int] | None = None
-) -> float:
-    """Return a lower bound of the step time in seconds: the work of the busiest resource.
-
-    `degrees`: by phase and layer, the number of chunks of dense part (None: unchunked) and pipeline. `buckets`: bytes
-    of each gradient all-reduce; None: a single one.
-    """
-    compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
-    known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # keyed by id: often one object many times
-    for phase in PHASES:
-        for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
-            where = (id(layer), phase, dense, rows)
-            if where not in known:
-                work = known[where] = resource_work_s(layer.chunks[phase], rows)
-                work["compute"] += layer.dense_total_s(phase, dense)
-            work = known[where]
-            compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
-    reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
-    inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
-    return costs.contention.lower_bound_s(compute, intra, inter)
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: Contention = NO_CONTENTION) -> float:

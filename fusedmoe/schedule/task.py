@@ -245,3 +245,31 @@ def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Se
         everything = tuple(before)
         for task in stage:
             after[task] = everything
+
+
+def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
+    followers: list[list[int]] = [[] for _ in before]
+    for place, waited in enumerate(before):
+        for one in waited:
+            followers[one].append(place)
+    return followers
+
+
+def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[int]]) -> list[int]:
+    """Return all tasks, except those in or behind a cycle, in topological order.
+
+    Tasks are sorted by their start with unit durations, then by index.
+    """
+    waits = list(map(len, before))
+    ready = [place for place, count in enumerate(waits) if not count]
+    order: list[int] = []
+    while ready:
+        order += ready
+        next_ready = []
+        for place in ready:
+            for one in followers[place]:
+                waits[one] -= 1
+                if not waits[one]:
+                    next_ready.append(one)
+        ready = sorted(next_ready)
+    return order

@@ -3,22 +3,17 @@
 The runtime's `Recorder` records measured timelines. `draw.py` renders timelines; `trace` converts them to trace-event
 JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Example, two chunks in a pipeline (times in seconds):
-
-    Timeline(rank=0, spans=(
+    timeline = Timeline(rank=0, spans=(
         Span("dispatch", "dispatch", "inter", 0.000, 0.002, chunk=0),
         Span("expert", "expert", "compute", 0.002, 0.005, chunk=0),
-        Span("dispatch", "dispatch", "inter", 0.002, 0.004, chunk=1),
-        Span("expert", "expert", "compute", 0.005, 0.008, chunk=1),
     ))
-
-    busy_s("compute") = 0.006, busy_s("inter") = 0.004,
-    exposed_s() = 0.002: the first dispatch is not overlapped with computation
+    timeline.exposed_s()    # 0.002: the dispatch is not overlapped with computation
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,9 +123,15 @@ class Timeline:
             totals[span.kind] = totals.get(span.kind, 0.0) + span.duration_s
         return {kind: totals[kind] for kind in KINDS if kind in totals}
 
-    def shifted(self, by_s: float) -> Timeline:
-        """Return the timeline `by_s` later with the same anchor, to correct a known clock offset."""
-        return _shifted(self, by_s, 0.0)
+    def by_task(self) -> dict[tuple[object, ...], Span]:
+        """Return the spans by kind, chunk, layer, phase and repetition of the task."""
+        times: Counter[tuple[object, ...]] = Counter()
+        spans: dict[tuple[object, ...], Span] = {}
+        for span in self.spans:
+            task = (span.kind, span.chunk, span.layer, span.phase)
+            spans[*task, times[task]] = span
+            times[task] += 1
+        return spans
 
     def to_json(self) -> str:
         """Return one line of JSON; `from_json` is the inverse."""
@@ -170,7 +171,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     Timelines with an anchor share its clock; timelines without anchors share their zero. Both groups start at zero, to
     compare a prediction with a measurement.
 
-    Anchors of different machines are as accurate as their clock synchronization; `Timeline.shifted` corrects it.
+    Anchors of different machines are as accurate as their clock synchronization.
     """
     first_anchor = min((t.anchor_s for t in timelines if t.anchor_s is not None), default=0.0)
     delays = [0.0 if t.anchor_s is None else t.anchor_s - first_anchor for t in timelines]
@@ -183,7 +184,12 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     for timeline, delay in zip(timelines, delays, strict=True):
         origin = origins[timeline.anchor_s is not None]
         anchor_s = None if timeline.anchor_s is None else first_anchor + origin
-        result.append(replace(_shifted(timeline, delay, origin), anchor_s=anchor_s))
+        # In two steps, so that the span that defines the origin starts at exactly 0.0.
+        spans = tuple(
+            span._replace(start_s=span.start_s + delay - origin, end_s=span.end_s + delay - origin)
+            for span in timeline.spans
+        )
+        result.append(replace(timeline, spans=spans, anchor_s=anchor_s))
     return result
 
 
@@ -248,15 +254,6 @@ def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     inside = [s._replace(start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in spans]
     found = _union(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
     return max(0.0, end_s - start_s - sum(end - start for start, end in found))
-
-
-def _shifted(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
-    # In two steps, so that the span that defines the origin starts at exactly 0.0.
-    spans = tuple(
-        span._replace(start_s=span.start_s + add_s - subtract_s, end_s=span.end_s + add_s - subtract_s)
-        for span in timeline.spans
-    )
-    return replace(timeline, spans=spans)
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:

@@ -59,6 +59,9 @@ class Workload:
     if a token is sent once per rank (`uniform_share`). Matrices not in `trained` are frozen: backward computes only the
     gradients of the rows. If all are frozen, there are no W tasks.
 
+    `dispatch_bytes` and `combine_bytes`: bytes per element of the rows sent in dispatch (also in the all-gather of
+    expert shards) and in combine, scales included; None: `itemsize`.
+
     `dense`: the block's dense part; None: that of the papers, attention with four M×M projections and M channels.
 
     Raises `ConfigError` for a number that is not positive, or an unknown expert network or matrix.
@@ -78,6 +81,8 @@ class Workload:
     share: float = 1.0
     trained: tuple[str, ...] = _MATRICES
     dense: DenseWork | None = None
+    dispatch_bytes: float | None = None
+    combine_bytes: float | None = None
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():
@@ -119,31 +124,45 @@ class Workload:
         esp = f" in {self.esp} shards" if self.esp > 1 else ""
         of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
         frozen = "" if self.trained == _MATRICES else f", trained: {' '.join(self.trained) or 'none'}"
-        return f"{of}, {self.itemsize} bytes{frozen}"
+        sent = self.dispatch_bytes or self.itemsize, self.combine_bytes or self.itemsize
+        encoded = "" if sent == (self.itemsize, self.itemsize) else f", sent in {sent[0]:g} and {sent[1]:g} bytes"
+        return f"{of}, {self.itemsize} bytes{encoded}{frozen}"
 
     def sending(self, share: float) -> Workload:
         """Return this workload with `share` rounded to 32nds, to limit the number of plans."""
         return replace(self, share=max(1, round(32 * share)) / 32)
+
+    def encoded(self, dispatch_bytes: float | None, combine_bytes: float | None) -> Workload:
+        """Return this workload with rows of these bytes per element."""
+        return replace(self, dispatch_bytes=dispatch_bytes, combine_bytes=combine_bytes)
 
     def volumes(self) -> dict[str, float]:
         """Return the bytes of each part of the layer in one pass, and the forward FLOP of "expert".
 
         Omits parts without communication peers.
         """
-        gathered = self.share * self.rows * self.model_dim * self.itemsize
+
+        def gathered(element_bytes: float | None) -> float:
+            return self.share * self.rows * self.model_dim * (element_bytes or self.itemsize)
+
         flop = 2 * GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
         volumes: dict[str, float] = {TaskKind.EXPERT: flop}
         if self.ep > 1:
-            volumes |= dict.fromkeys((TaskKind.DISPATCH, TaskKind.COMBINE), gathered / self.esp)
+            volumes[TaskKind.DISPATCH] = gathered(self.dispatch_bytes) / self.esp
+            volumes[TaskKind.COMBINE] = gathered(self.combine_bytes) / self.esp
         if self.esp > 1:
-            volumes |= dict.fromkeys((TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER), gathered)
+            volumes[TaskKind.ALL_GATHER] = gathered(self.dispatch_bytes)
+            volumes[TaskKind.REDUCE_SCATTER] = gathered(None)
         return {kind: volumes[kind] for kind in PIPELINE if kind in volumes}
 
     def operation_sizes(self) -> dict[str, list[float]]:
         """Return the n of an unchunked layer's operations by line: FLOP of each product, bytes of each collective."""
         volumes = self.volumes()
-        sizes = {_LINES[kind]: [volume] for kind, volume in volumes.items() if kind != TaskKind.EXPERT}
-        products = [self.projection_flop() / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
+        sizes: dict[str, list[float]] = {}
+        for kind, volume in volumes.items():
+            if kind != TaskKind.EXPERT and volume not in (same := sizes.setdefault(_LINES[kind], [])):
+                same.append(volume)
+        products = [self.dense_flop(self.dense)[0] / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
         return sizes | {"gemm": products, "all-reduce/dp": [self.gradient_bytes()]}
 
     def with_shared_expert(self, elements: int) -> Workload:
@@ -168,14 +187,6 @@ class Workload:
         rank_tokens = self.tokens / self.esp
         weights = 2 * (dense.attention + dense.feed_forward) * rank_tokens
         return weights, 4 * rank_tokens * self.seq_len * dense.score_dim
-
-    def projection_flop(self) -> float:
-        """Return the forward FLOP of the products with dense weights."""
-        return self.dense_flop(self.dense)[0]
-
-    def attention_flop(self) -> float:
-        """Return the forward FLOP of the dense part."""
-        return sum(self.dense_flop(self.dense))
 
     def gradient_bytes(self) -> int:
         """Return the gradient bytes reduced over DP: attention's projections (split over MP) and gate."""

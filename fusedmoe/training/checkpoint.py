@@ -7,11 +7,9 @@ name in the single-rank model. Ranks write disjoint parts in parallel. Loading u
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +27,14 @@ from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.optimizer_state import GROUPS, EntryFilter, OptimizerState
 from fusedmoe.training.plain_values import require_storable
 from fusedmoe.training.replicated_parameters import local_part
-from fusedmoe.training.shard_spec import ShardSpecs, expert_number_names, is_writer, plain_name, shard_specs
+from fusedmoe.training.shard_spec import expert_number_names, is_writer, plain_name, shard_specs
 
 _MODEL = "model."
-
 EXTRA, ABOUT = "extra", "fusedmoe"
-# Attempts to load while other jobs replace the checkpoint.
-_MAX_ATTEMPTS = 3
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+# PyTorch's key of extra state.
+_EXTRA_STATE = "_extra_state"
 
 
-# DTensor creates host-side tensors on the default device.
-def _with_cpu_default(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-
-    @wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
-
-    return run
-
-
-@_with_cpu_default
 @torch.no_grad()
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -72,15 +54,8 @@ def save_checkpoint(
             activation checkpoints) in their names.
         optimizer: one whose state consists of plain values and tensors shaped like the parameters (AdamW, SGD, …), a
             `PerMatrix`, or a list of optimizers. None saves no optimizer state.
-        extra: additional state (step, scheduler, random generators) of rank 0, restored with its types. Supported
-            classes, without subclasses:
-
-            - None, bool, int, float, str, bytes, and paths of this system (`pathlib.Path`);
-            - date, timedelta, and datetime without a time zone or with a fixed offset;
-            - dense Tensor and Parameter, torch.Size, torch.device, and torch.dtype if tensors of it can be stored;
-            - NumPy arrays of booleans, numbers (including complex), times, bytes and text; scalars except bytes and
-              text;
-            - list, tuple, set, frozenset, dict, OrderedDict and Counter of these, nested at most 100 levels deep.
+        extra: additional state (step, scheduler, random generators) of rank 0, restored with its types: plain values,
+            dates, tensors, NumPy arrays and containers of these, listed in the guide ("Values in a checkpoint").
 
     Raises:
         ConfigError: `path` exists and is not a checkpoint; the state cannot be resharded or contains an unsupported
@@ -90,17 +65,17 @@ def save_checkpoint(
     """
     path = Path(path)
     operation = f"saving checkpoint {path_of_first_rank(path, topology, 'saving a checkpoint', must_agree=True)}"
-    state = ModelState(model, optimizer, topology, operation)
 
     def entries() -> dict[str, Any]:
         require_extra(extra, operation)
         own = {EXTRA: {} if extra is None else extra, ABOUT: state.about()} if topology.is_first else {}
         return state.entries() | own
 
-    write_folder(path, entries, topology, operation)
+    with torch.device("cpu"):  # DTensor creates host-side tensors on the default device
+        state = ModelState(model, optimizer, topology, operation)
+        write_folder(path, entries, topology, operation)
 
 
-@_with_cpu_default
 @torch.no_grad()
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, topology: Topology
@@ -112,22 +87,22 @@ def load_checkpoint(
     value by more than rounding (1e300 to float32, 300 to uint8, 2.7 to int64) is an error. Tensors in `extra` are on
     the CPU.
 
-    Formats 1 and 2 contain pickles; convert them with `fusedmoe convert-checkpoint OLD NEW`.
-
     Args:
         optimizer: of the same kind as at the save. None skips the optimizer state in the checkpoint.
     Raises:
-        ConfigError: no checkpoint at `path`; it is damaged or of an earlier format; its values do not fit the model's
+        ConfigError: no checkpoint at `path`; it is damaged or of a later format; its values do not fit the model's
             dtypes; model or optimizer differ; or it was replaced while it was loaded.
         RankError: loading failed on some ranks, or ranks read different checkpoints.
     """
     path = Path(path)
     operation = f"loading checkpoint {path_of_first_rank(path, topology, 'loading a checkpoint')}"
-    state = ModelState(model, optimizer, topology, operation)
-    for attempt in range(_MAX_ATTEMPTS):
-        extra = _load(path, state, optimizer is not None, topology, operation, attempt == _MAX_ATTEMPTS - 1)
-        if extra is not None:
-            return extra
+    with torch.device("cpu"):  # as in `save_checkpoint`
+        state = ModelState(model, optimizer, topology, operation)
+        # Three attempts while other jobs replace the checkpoint.
+        for is_last in (False, False, True):
+            extra = _load(path, state, optimizer is not None, topology, operation, is_last)
+            if extra is not None:
+                return extra
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -144,28 +119,25 @@ def _load(
     def compare() -> str | None:
         before = index_digest(path)
         try:
-            return compare_index()
+            folder = CheckpointReader(path)
+            opened.callback(folder.close)
+            folders.append(folder)
+            _raise_not_loaded(path, state.model_difference(folder.metadata))
+            keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
+            metadata_values.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
+            folder.check(metadata_values)
+            folder.read_values(metadata_values)
+            _raise_not_loaded(path, metadata_problem(metadata_values))
+            _raise_not_loaded(path, state.optimizer_difference(metadata_values))
+            targets.update(state.targets(folder.metadata))
+            folder.check(targets)
+            folder.check_conversions(targets, state.dtypes(targets))
+            folder.read_values(targets)
+            return folder.digest
         except Exception:
             if is_last or index_digest(path) == before:
                 raise
             return None
-
-    def compare_index() -> str:
-        folder = CheckpointReader(path)
-        opened.callback(folder.close)
-        folders.append(folder)
-        _raise_not_loaded(path, state.model_difference(folder.metadata))
-        keys = (EXTRA, ABOUT, GROUPS) if has_optimizer else (EXTRA, ABOUT)
-        metadata_values.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
-        folder.check(metadata_values)
-        folder.read_values(metadata_values)
-        _raise_not_loaded(path, metadata_problem(metadata_values))
-        _raise_not_loaded(path, state.optimizer_difference(metadata_values))
-        targets.update(state.targets(folder.metadata))
-        folder.check(targets)
-        folder.check_conversions(targets, state.dtypes(targets))
-        folder.read_values(targets)
-        return folder.digest
 
     with opened:
         digests = on_all_ranks(topology.world, operation, compare)
@@ -206,7 +178,7 @@ class ModelState:
                 require_storable(local_part(tensor), f"rank {topology.rank}: {operation}: {_MODEL}{name}")
 
         on_all_ranks(topology.world, operation, check)
-        self._specs: ShardSpecs = shard_specs(model, tensors, topology, operation)
+        self._specs, self._remote_names = shard_specs(model, tensors, topology, operation)
         self._optimizer: OptimizerState | None = None
 
         def name_parameters() -> tuple[str | None, list[list[str]]]:
@@ -218,7 +190,7 @@ class ModelState:
         named = on_all_ranks(topology.world, operation, name_parameters)
         # Parameter groups are saved in full: each rank needs the names that only other ranks have.
         self._rank_local_names = [names for _, names in named]
-        described = [_describe_optimizer(kind, len(names)) for kind, names in named]
+        described = ["None" if kind is None else f"{kind} with {len(names)} parameter groups" for kind, names in named]
         for rank, text in zip(topology.world.ranks, described, strict=True):
             if text != described[0]:
                 raise RankError(
@@ -230,7 +202,7 @@ class ModelState:
     def entries(self, includes: EntryFilter = is_writer) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
-            spec = self._specs.own.get(name)
+            spec = self._specs.get(name)
             if includes(_MODEL + name, self._topology.world if spec is None else spec.group):
                 entries[_MODEL + name] = value if spec is None else spec.to_sharded(value)
         return (
@@ -247,14 +219,14 @@ class ModelState:
             for key, value in metadata.state_dict_metadata.items()
             if key.startswith(_MODEL)
         }
-        own = {name: spec.shape if (spec := self._specs.own.get(name)) else None for name in self._values}
+        own = {name: spec.shape if (spec := self._specs.get(name)) else None for name in self._values}
         both = [name for name in own if name in saved and saved[name] != own[name] and not _is_extra_state(name)]
         shapes = [
             f"{name} is {_describe_shape(saved[name])} in the checkpoint and {_describe_shape(own[name])} here"
             for name in both
         ]
         missing = [f"{name} is not in the checkpoint" for name in own if name not in saved]
-        unknown_names = saved.keys() - own.keys() - self._specs.remote_names
+        unknown_names = saved.keys() - own.keys() - self._remote_names
         unknown = [f"{name} is in the checkpoint only" for name in saved if name in unknown_names]
         messages = [*shapes[:2], *missing[:2], *unknown[:2]]
         if not messages:
@@ -276,7 +248,7 @@ class ModelState:
         """Return the tensor into which each entry is read, by key; None for a plain value."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
-            spec, saved = self._specs.own.get(name), metadata.state_dict_metadata[_MODEL + name]
+            spec, saved = self._specs.get(name), metadata.state_dict_metadata[_MODEL + name]
             targets[_MODEL + name] = None if spec is None else spec.to_sharded(value)
             if _is_extra_state(name):
                 targets[_MODEL + name] = None
@@ -291,21 +263,12 @@ class ModelState:
 
     def install(self, targets: dict[str, Any], metadata_values: dict[str, Any]) -> None:
         state = {
-            own: self._values[name] if name in self._specs.own and not _is_extra_state(name) else targets[_MODEL + name]
+            own: self._values[name] if name in self._specs and not _is_extra_state(name) else targets[_MODEL + name]
             for name, own in self._wrapped_names.items()
         }
         self._model.load_state_dict(state)
         if self._optimizer is not None:
             self._optimizer.install(targets, metadata_values[GROUPS])
-
-
-class _WithExtraState(nn.Module):
-    def get_extra_state(self) -> None:
-        """Return None: defining this method adds an entry to the state dict."""
-
-
-# PyTorch's key of extra state.
-(_EXTRA_STATE,) = _WithExtraState().state_dict()
 
 
 def _is_extra_state(name: str) -> bool:
@@ -320,10 +283,6 @@ def _raise_not_loaded(path: Path, difference: str | None) -> None:
 def require_extra(extra: Any, operation: str) -> None:
     if not isinstance(extra, dict | None):
         raise ConfigError(f"{operation}: extra is of class {type(extra).__qualname__}. Pass a dict, or None.")
-
-
-def _describe_optimizer(kind: str | None, groups: int) -> str:
-    return "None" if kind is None else f"{kind} with {groups} parameter groups"
 
 
 def metadata_problem(metadata_values: dict[str, Any]) -> str | None:

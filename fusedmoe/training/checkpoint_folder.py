@@ -35,11 +35,8 @@ from fusedmoe.training.checkpoint_index import (
     write_parts,
 )
 from fusedmoe.training.plain_values import EncodedValue, encode_value, require_storable
-from fusedmoe.training.replicated_parameters import local_part
+from fusedmoe.training.replicated_parameters import has_shared_elements, local_part
 from fusedmoe.training.shard_spec import RowShard
-
-#: File name of the index in formats 1 and 2.
-EARLIER_INDEX = ".metadata"
 
 
 def resolve_links(path: Path) -> Path:
@@ -78,7 +75,7 @@ def sibling_path(path: Path, suffix: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / INDEX).is_file() or (path / EARLIER_INDEX).is_file()
+    return (path / INDEX).is_file()
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -208,9 +205,7 @@ def write_folder(path: Path, entries: Callable[[], dict[str, Any]], topology: To
         write_index(unfinished, metadata, written_by_rank)
         replace_checkpoint(unfinished, path)
 
-    def on_all(action: Callable[[], Any]) -> list[Any]:
-        return on_all_ranks(topology.world, operation, action)
-
+    on_all: Callable[[Callable[[], Any]], list[Any]] = partial(on_all_ranks, topology.world, operation)
     with ExitStack() as own:
         plans = on_all(plan)
         marks = on_all(lambda: own.enter_context(exclusive_folder(path, temporary)) if first else "")
@@ -244,9 +239,7 @@ def local_tensor(entry: Tensor) -> Tensor:
 def require_writable(tensor: Tensor, label: str) -> None:
     """Raise `ConfigError`, prefixed with `label`, for a tensor that cannot be stored or written in place."""
     require_storable(tensor, label)
-    if tensor.numel() and any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    if tensor.numel() and has_shared_elements(tensor):
         raise ConfigError(f"{label} is expanded: several elements share memory. Copy it with clone().")
 
 
@@ -256,8 +249,7 @@ def _tensor_parts(plan: SavePlan, planner: DefaultSavePlanner) -> Iterator[tuple
         assert data is not None
         if has_elements(data.chunk.sizes, data.size):
             place = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            part = TensorPart(item.index.fqn, *place, data.properties.dtype, tuple(data.size))
-            yield part, partial(planner.resolve_data, item)
+            yield TensorPart(item.index.fqn, *place, data.properties.dtype), partial(planner.resolve_data, item)
 
 
 def _require_complete(partial: Path, items: Iterable[FilePart], rank: int) -> None:

@@ -37,7 +37,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_regular_file
 from fusedmoe.training.plain_values import DTYPES, byte_buffer, dtype_name, size_of, tensor_bytes
 
-#: Current format version. Formats 1 and 2 stored index and values as pickles.
+#: Format version.
 FORMAT = 3
 #: A folder that contains this file is a checkpoint.
 INDEX = "index.jsonl"
@@ -75,13 +75,12 @@ class FilePart(NamedTuple):
 
 
 class TensorPart(NamedTuple):
-    """Tensor part to write: key, offsets in the full tensor, sizes of the part, dtype, shape of the full tensor."""
+    """Tensor part to write: key, offsets in the full tensor, sizes of the part, dtype."""
 
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    full_shape: tuple[int, ...]
 
 
 @dataclass
@@ -103,13 +102,7 @@ class FileParts:
 
 
 class Index(NamedTuple):
-    """Parsed index of a checkpoint.
-
-    Attributes:
-        metadata: input of torch.distributed.checkpoint's planners.
-        written: file parts of all ranks.
-        digest: SHA-256 of the index, unique to each save.
-    """
+    """Parsed index of a checkpoint: input of DCP's planners, file parts of all ranks, and the index's own digest."""
 
     metadata: Metadata
     written: FileParts
@@ -133,7 +126,12 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[TensorPart, Any]]
         name = f"rank-{rank:05d}{f'-{number}' if number else ''}.safetensors"
         _write_tensors(folder / name, list(of_file.values()), written)
     if values:
-        _write_values(folder / f"rank-{rank:05d}.jsonl", values, written)
+        name = f"rank-{rank:05d}.jsonl"
+        with (folder / name).open("wb", buffering=0) as file:
+            for key, one in values.items():
+                line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
+                written.values[key] = _write(file, name, line), len(one.tensors)
+            os.fsync(file.fileno())
     return written
 
 
@@ -157,14 +155,6 @@ def _write_tensors(path: Path, parts: list[tuple[TensorPart, Any]], written: Fil
         written.headers.append(_write(file, path.name, len(text).to_bytes(8, "little") + text))
         for part, elements in parts:
             written.parts[part.key, part.offsets] = _write(file, path.name, byte_buffer(tensor_bytes(elements())))
-        os.fsync(file.fileno())
-
-
-def _write_values(path: Path, values: dict[str, Any], written: FileParts) -> None:
-    with path.open("wb", buffering=0) as file:
-        for key, one in values.items():
-            line = b'{"key": %b, "value": %b}\n' % (json.dumps(key).encode(), one.text.encode())
-            written.values[key] = _write(file, path.name, line), len(one.tensors)
         os.fsync(file.fileno())
 
 
@@ -258,7 +248,7 @@ def _parse(held: dict[str, Any], digest: str) -> Index:
                 raise ValueError(f"a part of {key[:100]!r} has a wrong length")
             chunks.append(chunk)
             written.parts[key, tuple(chunk.offsets)] = file_part
-        if not is_covered(shape, chunks):
+        if not _is_covered(shape, chunks):
             raise ValueError(f"the parts of {key[:100]!r} do not add up to its shape")
         entries[key] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
     for key, (*place, count) in held["values"].items():
@@ -277,7 +267,7 @@ def _parse_file_part(place: list[Any]) -> FilePart:
     return FilePart(file, offset, length, digest)
 
 
-def is_covered(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+def _is_covered(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     """Return whether the chunks lie inside the tensor and their element counts add up to its size."""
     # Overlaps are not detected: PyTorch's planner produces none, and the digest excludes later changes.
     for chunk in chunks:
@@ -288,22 +278,14 @@ def is_covered(shape: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     return sum(prod(chunk.sizes) for chunk in chunks) == prod(shape)
 
 
-def end_offsets(path: Path, places: Iterable[tuple[str, int, int]]) -> dict[str, int]:
-    """Return the end of the last part in each file, given parts (file, offset, length).
-
-    Raises:
-        ConfigError: two parts overlap. Parts that share bytes would let a small file fill any amount of memory.
-    """
-    ends: dict[str, int] = {}
-    for name, offset, length in sorted(places):
-        if offset < ends.get(name, 0):
-            raise ConfigError(f"the checkpoint {path} is damaged: two parts overlap in {name}. {DAMAGE_FIX}")
-        ends[name] = offset + length
-    return ends
-
-
 def require_intact(path: Path, file: BufferedReader, file_part: FilePart) -> None:
-    if range_digest(file, file_part.offset, file_part.length) != file_part.digest:
+    digest, left = hashlib.sha256(), file_part.length
+    chunk = memoryview(bytearray(min(left, _CHUNK_BYTES)))
+    file.seek(file_part.offset)
+    while left and (got := file.readinto(chunk[:left])):
+        digest.update(chunk[:got])
+        left -= got
+    if digest.hexdigest() != file_part.digest:
         raise damage_error(path, file_part)
 
 
@@ -313,15 +295,6 @@ def damage_error(path: Path, file_part: FilePart) -> ConfigError:
         f"the checkpoint {path} is damaged: {file_part.file} does not match its digest between bytes "
         f"{file_part.offset} and {end}. {DAMAGE_FIX}"
     )
-
-
-def range_digest(file: BufferedReader, offset: int, length: int) -> str:
-    digest, left, chunk = hashlib.sha256(), length, memoryview(bytearray(min(length, _CHUNK_BYTES)))
-    file.seek(offset)
-    while left and (got := file.readinto(chunk[:left])):
-        digest.update(chunk[:got])
-        left -= got
-    return digest.hexdigest()
 
 
 def _head(body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Checkpoint reader: verify the digests of all required bytes, then copy them into tensors."""
+"""Checkpoint reader: verify digests and conversions of all required bytes, then copy them into tensors."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint_folder import find_checkpoint, local_tensor, require_writable
 from fusedmoe.training.checkpoint_index import (
     DAMAGE_FIX,
-    INDEX,
     FilePart,
     damage_error,
-    end_offsets,
     read_index,
     require_intact,
     stored_digest,
     tensor_key,
 )
-from fusedmoe.training.lossless_conversion import is_lossy, require_convertible, require_lossless
-from fusedmoe.training.plain_values import byte_buffer, decode_value
+from fusedmoe.training.plain_values import byte_buffer, decode_value, dtype_name
 
+# Elements converted to float64 at once.
+_CHUNK_ELEMENTS = 2**20
+# Integers up to this bound are exact in float64.
+_MAX_EXACT_INTEGER = 2**53
 # The default limit is 1,024 open files per process.
 _MAX_OPEN_FILES = 256
 
@@ -51,18 +54,13 @@ class CheckpointReader:
         metadata: entries by key, as in torch.distributed.checkpoint.
         digest: digest of the index, unique to each save.
     Raises:
-        ConfigError: no checkpoint at `path`, an earlier or later format, or a damaged checkpoint.
+        ConfigError: no checkpoint at `path`, a later format, or a damaged checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         folder = find_checkpoint(path)
         if folder is None:
             raise ConfigError(f"there is no checkpoint at {path}; pass the path of a save that all ranks can access")
-        if not (folder / INDEX).is_file():
-            raise ConfigError(
-                f"the checkpoint {path} has an earlier format, which contains pickles. Convert it: fusedmoe "
-                f"convert-checkpoint {path} NEW"
-            )
         self._path, self._folder = path, folder
         index = read_index(path, folder)
         self.metadata, self.digest, self._written = index.metadata, index.digest, index.written
@@ -84,15 +82,12 @@ class CheckpointReader:
         tensors = self._tensor_targets(targets)
         for key, target in tensors.items():
             require_writable(local_tensor(target), f"checkpoint {self._path} was not loaded: {key}")
-        file_parts = {self._stored_part(item) for item in self._plan_reads(tensors, PlainPlanner())}
+        file_parts = self._stored_parts(tensors)
         for key in targets:
             if key in self._written.values:
                 file_part, count = self._written.values[key]
-                owned = [tensor_key(key, number) for number in range(count)]
-                file_parts |= {
-                    file_part,
-                    *(self._stored_part(item) for item in self._plan_reads(self._empty_tensors(owned), PlainPlanner())),
-                }
+                owned = self._empty_tensors(tensor_key(key, number) for number in range(count))
+                file_parts |= {file_part, *self._stored_parts(owned)}
         for file_part in sorted(file_parts):
             with self._open_file(file_part.file) as file:
                 if file_part.file in self._headers.keys() - self._checked:
@@ -108,8 +103,9 @@ class CheckpointReader:
         narrowed = {
             key: targets[key] for key, dtype in target_dtypes.items() if is_lossy(saved[key].properties.dtype, dtype)
         }
-        if narrowed:
-            self._read_tensors(narrowed, _ConversionPlanner(target_dtypes, error_prefix))
+        for item, value in self._values(PlainPlanner(narrowed, self.metadata)):
+            key = item.dest_index.fqn
+            require_lossless(error_prefix, key, value, target_dtypes[key])
 
     def read_values(self, targets: dict[str, Any]) -> None:
         for key in targets:
@@ -123,7 +119,7 @@ class CheckpointReader:
             "Load it again; save to another path while a load is running."
         )
         try:
-            self._read_tensors(self._tensor_targets(targets), PlainPlanner())
+            self._read_tensors(self._tensor_targets(targets))
         except (OSError, ConfigError) as error:
             if index_digest(self._path) == self.digest:
                 raise
@@ -144,7 +140,7 @@ class CheckpointReader:
             if number >= count or saved.properties.dtype != dtype or saved.size != shape:
                 raise ValueError("a tensor has another dtype or shape")
             target = self._empty_tensors([own])
-            self._read_tensors(target, PlainPlanner())
+            self._read_tensors(target)
             return target[own]
 
         try:
@@ -153,28 +149,25 @@ class CheckpointReader:
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise ConfigError(f"{damage_error(self._path, file_part)} ({error})") from error
 
-    def _read_tensors(self, targets: dict[str, Any], planner: PlainPlanner) -> None:
-        file_part, whole = None, torch.empty(0, device="cpu")
+    def _read_tensors(self, targets: dict[str, Any]) -> None:
+        planner = PlainPlanner(targets, self.metadata)
+        for item, value in self._values(planner):
+            planner.copy(item, value)
+
+    def _values(self, planner: PlainPlanner) -> Iterator[tuple[ReadItem, Tensor]]:
         # Sorted: a stored part that overlaps several target parts is read once.
-        for item in sorted(self._plan_reads(targets, planner), key=self._stored_part):
-            if file_part != self._stored_part(item):
-                file_part = self._stored_part(item)
-                whole = self._read_elements(item, file_part)
-            value = whole
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                value = value.narrow(dim, offset, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(value)
-            planner.commit_tensor(item, target)
+        for file_part, group in groupby(sorted(planner.items, key=self._stored_part), self._stored_part):
+            items = list(group)
+            index = items[0].storage_index
+            entry: Any = self.metadata.state_dict_metadata[index.fqn]
+            sizes = entry.chunks[index.index].sizes
+            whole = self._read_bytes(file_part).view(entry.properties.dtype).view(sizes)
+            for item in items:
+                yield item, item_elements(item, whole)
 
     def _empty_tensors(self, keys: Iterable[str]) -> dict[str, Tensor]:
         entries: Any = self.metadata.state_dict_metadata
         return {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype, device="cpu") for key in keys}
-
-    def _read_elements(self, item: ReadItem, file_part: FilePart) -> Tensor:
-        entry: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
-        sizes = entry.chunks[item.storage_index.index].sizes
-        return self._read_bytes(file_part).view(entry.properties.dtype).view(sizes)
 
     def _read_bytes(self, file_part: FilePart) -> Tensor:
         data = torch.empty(file_part.length, dtype=torch.uint8, device="cpu")
@@ -184,9 +177,8 @@ class CheckpointReader:
                 raise damage_error(self._path, file_part)
         return data
 
-    def _plan_reads(self, targets: dict[str, Any], planner: PlainPlanner) -> list[ReadItem]:
-        planner.set_up_planner(targets, self.metadata, True)
-        return planner.create_local_plan().items
+    def _stored_parts(self, targets: dict[str, Any]) -> set[FilePart]:
+        return set(map(self._stored_part, PlainPlanner(targets, self.metadata).items))
 
     def _stored_part(self, item: ReadItem) -> FilePart:
         offset = item.storage_index.offset
@@ -206,34 +198,128 @@ class CheckpointReader:
                 yield opened
 
     def _check_sizes(self) -> None:
-        for name, end in end_offsets(self._path, (file_part[:3] for file_part in self._written.all())).items():
+        damaged = f"the checkpoint {self._path} is damaged:"
+        ends: dict[str, int] = {}
+        for file_part in sorted(self._written.all()):
+            # Parts that share bytes would let a small file fill any amount of memory.
+            if file_part.offset < ends.get(file_part.file, 0):
+                raise ConfigError(f"{damaged} two parts overlap in {file_part.file}. {DAMAGE_FIX}")
+            ends[file_part.file] = file_part.offset + file_part.length
+        for name, end in ends.items():
             file = self._folder / name
             size = file.stat().st_size if file.is_file() else 0
             if size != end:
-                raise ConfigError(
-                    f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {DAMAGE_FIX}"
-                )
+                raise ConfigError(f"{damaged} {name} has {size} bytes of {end}. {DAMAGE_FIX}")
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Load planner for flat state dicts."""
+    """Load planner for a flat state dict.
 
-    def __init__(self) -> None:
+    Attributes:
+        items: the reads required for `targets`.
+    """
+
+    def __init__(self, targets: dict[str, Any], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(targets, metadata, True)
+        self.items = self.create_local_plan().items
+
+    def copy(self, item: ReadItem, value: Tensor) -> None:
+        """Copy the elements of an item to its target."""
+        target = self.resolve_tensor(item).detach()
+        target.copy_(value)
+        self.commit_tensor(item, target)
 
 
-class _ConversionPlanner(PlainPlanner):
-    """Planner that reads tensors in their stored dtype, checks the conversion of each value, and discards them."""
+def item_elements(item: ReadItem, whole: Tensor) -> Tensor:
+    """Return the elements of an item, given the stored part that contains them."""
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        whole = whole.narrow(dim, offset, length)
+    return whole
 
-    def __init__(self, target_dtypes: dict[str, torch.dtype], error_prefix: str) -> None:
-        super().__init__()
-        self._target_dtypes, self._error_prefix = target_dtypes, error_prefix
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        saved: Any = self.metadata
-        dtype = saved.state_dict_metadata[read_item.dest_index.fqn].properties.dtype
-        return torch.empty(read_item.lengths, dtype=dtype, device="cpu")
+def is_lossy(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether converting `source` to `target` can change a value by more than rounding.
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        key = read_item.dest_index.fqn
-        require_lossless(self._error_prefix, key, tensor, self._target_dtypes[key])
+    Such changes are overflow, a lost fraction, and a lost imaginary part.
+    """
+    if source == target:
+        return False
+    if source.is_complex and target.is_complex:
+        source, target = source.to_real(), target.to_real()
+    if source.is_floating_point and target.is_floating_point:
+        # Some one-byte dtypes lack a sign, zero or infinities.
+        return torch.finfo(source).max > torch.finfo(target).max or target.itemsize == 1
+    return source not in (target, torch.bool)
+
+
+def describe_lost_value(value: Tensor, dtype: torch.dtype) -> str | None:
+    """Describe the first value that the conversion to `dtype` would not preserve; None without one.
+
+    Preserved are floating-point numbers up to rounding (including underflow to zero), infinities and NaN if `dtype` has
+    them, integers exactly, and 0 or 1 as bool.
+    """
+    if not is_lossy(value.dtype, dtype):
+        return None
+    if value.is_complex():
+        parts = torch.view_as_real(value.detach().resolve_conj())
+        if dtype.is_complex:
+            return describe_lost_value(parts, dtype.to_real())
+        lost = parts[..., 1] != 0
+        return _describe_value(value[lost][0], dtype) if lost.any() else describe_lost_value(parts[..., 0], dtype)
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    for chunk in value.detach().reshape(-1).split(_CHUNK_ELEMENTS):
+        lost = ~_is_preserved(chunk, dtype)
+        if lost.any():
+            return _describe_value(chunk[lost][0], dtype)
+    return None
+
+
+def require_convertible(operation: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
+    if source == target:
+        return
+    try:
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.zeros(1, dtype=source, device="cpu")).to(torch.float32)
+        torch.zeros(1, dtype=source, device="cpu").double()
+    except (RuntimeError, NotImplementedError) as error:
+        names = [dtype_name(one) for one in (source, target)]
+        raise ConfigError(
+            f"{operation}: {key} is {names[0]}, which PyTorch does not convert to {names[1]}. Use the dtype of "
+            "the save."
+        ) from error
+
+
+def require_lossless(operation: str, key: str, value: Tensor, dtype: torch.dtype) -> None:
+    lost = describe_lost_value(value, dtype)
+    if lost is not None:
+        raise ConfigError(f"{operation}: {key} {lost}. Use a wider dtype, or convert the saved value.")
+
+
+def _is_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
+    exact = value.double()  # represents all values of all floating-point dtypes
+    if dtype == torch.bool:
+        return (exact == 0) | (exact == 1)
+    if not value.is_floating_point():
+        return _are_integers_preserved(value, dtype)
+    if not dtype.is_floating_point:
+        bounds = torch.iinfo(dtype)
+        return (exact == exact.trunc()) & (exact >= float(bounds.min)) & (exact < float(bounds.max + 1))
+    after, eps, least = value.to(dtype).double(), torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    rounded = exact.isfinite() & ((after - exact).abs() <= eps * exact.abs().clamp_min(least))
+    return (after == exact) | (after.isnan() & exact.isnan()) | rounded
+
+
+def _are_integers_preserved(value: Tensor, dtype: torch.dtype) -> Tensor:
+    # PyTorch supports few operations on unsigned integers. uint64 values from 2^63 are negative as int64.
+    wide = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
+    small = wide >= 0 if value.dtype == torch.uint64 else torch.ones_like(wide, dtype=torch.bool)
+    if dtype.is_floating_point:
+        return small & (wide.abs() <= _MAX_EXACT_INTEGER) & (wide.to(dtype).double() == wide.double())
+    bounds = torch.iinfo(dtype)
+    return small & (wide >= bounds.min) & (wide <= min(bounds.max, torch.iinfo(torch.int64).max))
+
+
+def _describe_value(number: Tensor, dtype: torch.dtype) -> str:
+    source, target = map(dtype_name, (number.dtype, dtype))
+    return f"has the {source} number {number.item()}, which {target} cannot hold"

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -42,13 +42,13 @@ from fusedmoe.experts.networks import NAMED, experts_of
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, parameter_shardings
 from fusedmoe.training.gradient_buckets import GradientBuckets
 from fusedmoe.training.optimizers import check_first_step
-from fusedmoe.training.repeated_sync import note_synchronised
 from fusedmoe.training.replicated_parameters import (
     MpLoss,
     broadcast,
     compare_replicas,
     gradient_divisor,
     list_replicas,
+    note_synchronised,
     propagate_nonfinite,
     reduce_gradients,
     replica_group,
@@ -148,13 +148,11 @@ class SingleRank(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    @contextmanager
-    def join(self, *_: Any, **__: Any) -> Iterator[None]:
-        yield
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class DataParallel(WatchedDataParallel):

@@ -16,8 +16,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.training.repeated_sync import note_scaled
-from fusedmoe.training.replicated_parameters import list_replicas, local_part
+from fusedmoe.training.replicated_parameters import list_replicas, local_part, note_scaled
 
 _NamedMesh = tuple[str, DeviceMesh | None]
 

@@ -69,6 +69,7 @@ class GradientBuckets:
     Args:
         dense: parameters of each layer, to override the rule above (`PipelinedBlocks.dense_parameters`).
     Attributes:
+        is_open: `reduce` and `begin` reduce buckets.
         layer_bytes: bytes sent per layer, in layer order and in at least float32.
     """
 
@@ -81,10 +82,9 @@ class GradientBuckets:
         dense: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
         self._topology = topology
-        layers = _bucketed_parameters(model, topology, dense)
         of_layers = [
             [_BucketedParameter(replica, gradient_divisor(replica, topology, mp_loss)) for replica in layer]
-            for layer in layers
+            for layer in _bucketed_parameters(model, topology, dense)
         ]
         self.layer_bytes = [sum(item.dtype.itemsize * item.size for item in layer) for layer in of_layers]
         self._items = [item for layer in reversed(of_layers) for item in reversed(layer)]
@@ -92,7 +92,7 @@ class GradientBuckets:
         own = ref(self)  # through a strong reference, the hooks would keep the parameters alive forever
         for item in self._items:
             item.replica.parameter.register_post_accumulate_grad_hook(lambda parameter: _mark_ready(own(), parameter))
-        self._open = False
+        self.is_open = False
         self._recorder: Recorder | None = None
         self._position = 0, 0  # of the next bucket: item, element
         self._worker: WorkerThread | None = None
@@ -108,13 +108,9 @@ class GradientBuckets:
 
         `recorder` records the tasks passed to `begin`.
         """
-        self._open, self._position, self._recorder = True, (0, 0), recorder
+        self.is_open, self._position, self._recorder = True, (0, 0), recorder
         for item in self._items:
             item.is_ready, item.is_sent, item.is_complete, item.gradient = False, False, None, None
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Register a contiguous gradient before autograd accumulates it. It is reduced in place."""
@@ -124,7 +120,7 @@ class GradientBuckets:
 
     def reduce(self, task: Task) -> None:
         """All-reduce the next `task.size` bytes if the buckets are open. Collective."""
-        if self._open and task.size is not None:
+        if self.is_open and task.size is not None:
             self._reduce_bytes(task.size)
 
     def begin(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None = None) -> None:
@@ -133,7 +129,7 @@ class GradientBuckets:
         `wait_for_link` is called first; it blocks (on CUDA: the current stream) until the link is idle.
         """
         self.wait()
-        if not self._open or not tasks:
+        if not self.is_open or not tasks:
             return
         streams = self._streams.on(device_of(self._topology.world))
         if streams is None:
@@ -159,11 +155,11 @@ class GradientBuckets:
         """Reduce the rest of a partly reduced parameter; return the ids of all reduced parameters. Collective."""
         self.wait()
         item, element = self._position
-        if self._open and element:
+        if self.is_open and element:
             left = self._items[item]
             self._reduce_bytes((left.size - element) * left.dtype.itemsize)
             item = self._position[0]
-        self._open = False
+        self.is_open = False
         for entry in self._items:
             entry.gradient = None
         done = {
@@ -175,9 +171,10 @@ class GradientBuckets:
     def _reduce_tasks(self, tasks: Sequence[Task], wait_for_link: Callable[[], None] | None) -> None:
         if wait_for_link is not None:
             wait_for_link()
-        for kind, chunk, layer, phase, size in tasks:
+        for task in tasks:
+            kind, chunk, layer, phase, _ = task
             with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
-                self.reduce(Task(kind, chunk, layer, phase, size))
+                self.reduce(task)
 
     @torch.no_grad()
     def _reduce_bytes(self, size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.experts.split_optimizers import JoinedOptimizers, MatrixOptimizer, Optimizers, require_plain
 from fusedmoe.training.plain_values import encode_value, require_storable
 from fusedmoe.training.replicated_parameters import local_part
-from fusedmoe.training.shard_spec import ShardSpec, ShardSpecs, plain_name
+from fusedmoe.training.shard_spec import ShardSpec, plain_name
 
 STATE = "optimizer.state."
 GROUPS = "optimizer.param_groups"
@@ -28,9 +28,11 @@ EntryFilter = Callable[[str, Group], bool]
 class OptimizerState:
     """Optimizer state of this rank's parameters, and the parameter names of each group."""
 
-    def __init__(self, optimizers: Optimizers, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
+    def __init__(
+        self, optimizers: Optimizers, model: nn.Module, specs: dict[str, ShardSpec], topology: Topology
+    ) -> None:
         optimizer = JoinedOptimizers(optimizers)
-        self._optimizer, self._topology, self._shard_specs = optimizer, topology, specs.own
+        self._optimizer, self._topology, self._shard_specs = optimizer, topology, specs
         self.kind = optimizer.kind
         name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         packed = optimizer.state_dict()
@@ -98,16 +100,15 @@ class OptimizerState:
         return entries
 
     def about(self) -> dict[str, Any]:
-        return {"kind": self._optimizer.kind, "settings": sorted(self._optimizer.defaults)}
+        return {"kind": self.kind, "settings": sorted(self._optimizer.defaults)}
 
     def compare(
         self, about: dict[str, Any], groups: list[dict[str, Any]], names_by_rank: list[list[list[str]]]
     ) -> str | None:
         """Describe the first difference from a saved optimizer; None without one."""
-        kind = self._optimizer.kind
         for setting in about["settings"]:
             if setting not in self._optimizer.defaults:
-                return f"it is of {about['kind']}, whose setting {setting!r} {kind} does not have"
+                return f"it is of {about['kind']}, whose setting {setting!r} {self.kind} does not have"
         if len(groups) != len(self._groups):
             return f"it has {len(groups)} parameter groups, this optimizer {len(self._groups)}"
         for number, (group, names) in enumerate(zip(groups, self._merge_names(names_by_rank), strict=True)):
@@ -124,11 +125,8 @@ class OptimizerState:
             ConfigError: a saved tensor cannot be split over ranks.
         """
         targets: dict[str, Any] = {}
-        for entry, saved in metadata.state_dict_metadata.items():
-            prefix, _, key = entry.rpartition(".")
-            name = prefix.removeprefix(STATE)
-            if not prefix.startswith(STATE) or name not in self._parameters:
-                continue
+        for entry, name, key in self._own_entries(metadata.state_dict_metadata):
+            saved = metadata.state_dict_metadata[entry]
             if not isinstance(saved, TensorStorageMetadata):
                 targets[entry] = None
                 continue
@@ -153,6 +151,14 @@ class OptimizerState:
             targets[entry] = state_spec.to_sharded(value)
         return targets
 
+    def _own_entries(self, keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+        """Yield entry, parameter name and state key of the entries that belong to parameters of this rank."""
+        for entry in keys:
+            prefix, _, key = entry.rpartition(".")
+            name = prefix.removeprefix(STATE)
+            if prefix.startswith(STATE) and name in self._parameters:
+                yield entry, name, key
+
     def _optimizer_of(self, name: str) -> Optimizer:
         return self._optimizer.optimizer_of(self._parameters[name])
 
@@ -172,35 +178,26 @@ class OptimizerState:
         Omits entries that are not converted: `step`, state of parameters that are not floating point, of optimizers
         with their own `load_state_dict`, and other values.
         """
-        dtypes = {}
-        for entry in keys:
-            prefix, _, key = entry.rpartition(".")
-            name = prefix.removeprefix(STATE)
-            parameter = self._parameters.get(name) if prefix.startswith(STATE) else None
-            if parameter is None or not self._follows_torch(name):
-                continue
-            # PyTorch does not convert `step`: a bfloat16 count would stop at 256.
-            if parameter.is_floating_point() and key != "step":
-                dtypes[entry] = parameter.dtype
-        return dtypes
+        # PyTorch does not convert `step`: a bfloat16 count would stop at 256.
+        return {
+            entry: self._parameters[name].dtype
+            for entry, name, key in self._own_entries(keys)
+            if self._follows_torch(name) and self._parameters[name].is_floating_point() and key != "step"
+        }
 
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         state: dict[int, dict[str, Any]] = {}
         plain: list[tuple[Tensor, str, Any]] = []
-        for entry, value in targets.items():
-            prefix, _, key = entry.rpartition(".")
-            name = prefix.removeprefix(STATE)
-            if prefix.startswith(STATE) and name in self._number_of_name:
-                if isinstance(value, Tensor):
-                    if self._state_spec(name, value.shape, self._shard_specs[name].shape) is not None:
-                        value = self._state[name][key]  # a plain tensor instead of a DTensor
-                # PyTorch copies containers as type(value)(iterator), which corrupts strings and fails for arrays.
-                elif (
-                    isinstance(value, Iterable) and self._follows_torch(name) and not encode_value(value, entry).tensors
-                ):
-                    plain.append((self._parameters[name], key, value))
-                    continue
-                state.setdefault(self._number_of_name[name], {})[key] = value
+        for entry, name, key in self._own_entries(targets):
+            value = targets[entry]
+            if isinstance(value, Tensor):
+                if self._state_spec(name, value.shape, self._shard_specs[name].shape) is not None:
+                    value = self._state[name][key]  # a plain tensor instead of a DTensor
+            # PyTorch copies containers as type(value)(iterator), which corrupts strings and fails for arrays.
+            elif isinstance(value, Iterable) and self._follows_torch(name) and not encode_value(value, entry).tensors:
+                plain.append((self._parameters[name], key, value))
+                continue
+            state.setdefault(self._number_of_name[name], {})[key] = value
         # Settings added by a later PyTorch keep their current values.
         merged = [own | _settings(group, own) for own, group in zip(self._groups, groups, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})

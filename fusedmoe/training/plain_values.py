@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from enum import Enum
+from functools import partial
 from math import isfinite, prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, name)
 }
 
-#: fetch(number, dtype, shape): returns the tensor with this number.
+#: fetch(number, dtype, shape): returns the tensor with this number. Called once per number.
 Fetch = Callable[[int, torch.dtype, torch.Size], Tensor]
 
 # JSON parsers recurse: a deeper value could be writable on one stack and unreadable on another.
@@ -122,17 +124,16 @@ def unpack_value(data: Tensor) -> Any:
     at = 8 + length
     if at > len(raw):
         raise ValueError("its text is cut off")
-    known: dict[int, Tensor] = {}
+    expected = 0
 
     def fetch(number: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        nonlocal at
-        if number not in known:
-            size = prod(shape) * dtype.itemsize
-            if number != len(known) or at + size > len(raw):
-                raise ValueError("its tensors are cut off")
-            buffer = torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8) if size else data[:0].clone()
-            known[number], at = buffer.view(dtype).view(shape), at + size
-        return known[number]
+        nonlocal at, expected
+        size = prod(shape) * dtype.itemsize
+        if number != expected or at + size > len(raw):
+            raise ValueError("its tensors are cut off")
+        buffer = torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8) if size else data[:0].clone()
+        at, expected = at + size, expected + 1
+        return buffer.view(dtype).view(shape)
 
     return decode_value(raw[8 : 8 + length], fetch)
 
@@ -292,17 +293,9 @@ def _base64(data: bytes) -> str:
     return b64encode(data).decode("ascii")
 
 
-def _bytes(text: str) -> bytes:
-    return b64decode(text, validate=True)
-
-
 def _is_stored_zone(zone: tzinfo | None) -> bool:
     """Return whether `isoformat` round-trips a time zone: None, or a fixed offset without a name."""
     return zone is None or (type(zone) is timezone and str(zone) == str(timezone(zone.utcoffset(None))))
-
-
-def _delta(value: timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
 
 
 def _elements(payload: Any, tag: str, number: int) -> list[Any]:
@@ -324,9 +317,13 @@ def _datetime(text: str, fold: int) -> datetime:
 
 # Tag, encoder and decoder.
 _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    bytes: ("$bytes", _base64, _bytes),
+    bytes: ("$bytes", _base64, partial(b64decode, validate=True)),
     date: ("$date", date.isoformat, date.fromisoformat),
-    timedelta: ("$timedelta", _delta, lambda payload: timedelta(*_elements(payload, "$timedelta", 3))),
+    timedelta: (
+        "$timedelta",
+        attrgetter("days", "seconds", "microseconds"),
+        lambda payload: timedelta(*_elements(payload, "$timedelta", 3)),
+    ),
     torch.dtype: ("$dtype", dtype_name, DTYPES.__getitem__),
     torch.device: ("$device", str, torch.device),
     type(Path()): ("$path", str, _path),
@@ -382,7 +379,7 @@ def _from_tensor(fetch: Fetch, number: Any, dtype: Any, shape: Any, requires_gra
 def _array(dtype: str, shape: Any, text: str) -> Any:
     if not _ARRAY_DTYPE.fullmatch(dtype):
         raise ValueError("no dtype of an array")
-    return np.ndarray(tuple(size_of(shape)), np.dtype(dtype), bytearray(_bytes(text)))
+    return np.ndarray(tuple(size_of(shape)), np.dtype(dtype), bytearray(b64decode(text, validate=True)))
 
 
 def _number(dtype: str, text: str) -> Any:

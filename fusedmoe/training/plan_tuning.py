@@ -69,20 +69,19 @@ def tune_step(
 ) -> PlanChooser:
     """Create a `PlanChooser` for a model's training steps. Collective over all ranks.
 
-    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached
-    on disk for later jobs and does not belong in a checkpoint. After drift, if enough of the trial budget
-    (`PlanChooser`) is left, the costs are measured again within half of what is left, and the search
-    restarts.
+    All ranks follow the same plan in each step, and the time of the slowest rank counts. The choice is cached on disk
+    for later jobs and does not belong in a checkpoint. After drift, if enough of the trial budget (`PlanChooser`) is
+    left, the costs are measured again within half of what is left, and the search restarts.
 
     Args:
         policy: "auto", or "flowmoe", which selects the number of micro-batches and the bucket size.
         drift: relative change of the median step time that restarts the search. None: never.
-        measure: measures the costs in about the given number of seconds; collective, same result on all
-            ranks. It is called again after the next step if it returns None; with earlier costs, the third
-            None in a row ends the measurement and these costs stay. By default, `PlannedStep` repeats its own
-            measurement and keeps costs that were passed to it.
-        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan
-            is followed without trials until drift.
+        measure: measures the costs in about the given number of seconds; collective, same result on all ranks. It is
+            called again after the next step if it returns None; with earlier costs, the third None in a row ends the
+            measurement and these costs stay. By default, `PlannedStep` repeats its own measurement and keeps costs that
+            were passed to it.
+        resumed: file of a choice (`choice_text`) that this job made before a restart. If it exists, its plan is
+            followed without trials until drift.
         tell: called on rank 0 with a line that describes each choice.
     Raises:
         ConfigError: another policy; or "flowmoe" without scikit-learn (`fusedmoe[plan]`).
@@ -97,19 +96,14 @@ def tune_step(
 
 
 def tune_model(
-    model: nn.Module,
-    *,
-    limit: int = MAX_DEGREE,
-    drift: float | None = 0.1,
-    tell: Callable[[str], None] = print,
+    model: nn.Module, *, limit: int = MAX_DEGREE, drift: float | None = 0.1, tell: Callable[[str], None] = print
 ) -> PlanChooser:
     """Create a `PlanChooser` for a model; enter it around each training step.
 
     The first step runs without a plan and measures costs, once per machine: the first forward, training or not, and the
     one after drift are collective over all ranks, replicas included. Plans use collectives, not one-sided kernels, and
-    have no gradient buckets, unlike
-    those of `tune_step(PlannedStep(model, topology))`. With layers of other libraries, only ranks that share experts
-    choose together. Without ranks that exchange tokens, no plan is chosen.
+    have no gradient buckets, unlike those of `tune_step(PlannedStep(model, topology))`. With layers of other libraries,
+    only ranks that share experts choose together. Without ranks that exchange tokens, no plan is chosen.
 
     Args:
         model: contains `MoELayer`s, or `fusedmoe.hf`, `.titan.routed_experts` or `.megatron` layers; the same on every

@@ -1,22 +1,29 @@
-"""Parameter replicas: the ranks that hold each, and the reduction of their gradients in 32 MiB buckets."""
+"""Parameter replicas: the ranks that hold each, and the reduction of their gradients in 32 MiB buckets.
+
+A second reduction must not change reduced gradients. Reduction replaces n summands by their sum over a divisor d, and
+would turn the result `g`, equal on all replicas, into `g·n/d`. Therefore `g` is converted back to a summand `g·d/n`
+before a backward pass accumulates into it. For replicated parameters d = n; for experts d/n is the number of ranks that
+split them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
+from fusedmoe.compat.torch import tensor_version
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.experts.networks import NAMED
 from fusedmoe.experts.sharding import EXPERT_AXES, active_shardings, require_equal
-from fusedmoe.training.repeated_sync import restore_summand
 
 # Whether the losses of an MP group add up to its mean loss, or all are the mean loss.
 MpLoss = Literal["summands", "replicated"]
@@ -34,6 +41,10 @@ _GRADIENT_ERRORS = {
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # Number of replica comparisons so far, by model.
 _num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# By gradient: its version after synchronisation, and d/n.
+_synchronised: Any = WeakIdKeyDictionary()
+# Parameters with a hook that restores the summand.
+_hooked: Any = WeakIdKeyDictionary()
 _MISMATCH_FIXES = (
     "Call torch.manual_seed with the same seed on every rank before building the model, or "
     "fusedmoe.training.broadcast_parameters(model, topology) before the first step",
@@ -134,6 +145,10 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def has_shared_elements(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
     """Broadcast each parameter and buffer from its first rank to all replicas. Collective.
 
@@ -173,15 +188,11 @@ def reduce_gradients(
 ) -> None:
     """Replace each gradient by the sum over its replicas, divided by its divisor. Collective over the world.
 
-    Sums are computed in at least float32, bitwise equal on all ranks of the group. Ranks without a gradient contribute
-    zeros and receive the sum if another rank has one.
+    Sums and errors are those of `sync_gradients`.
 
     Args:
         replicas: the same parameters in the same order on every rank, except names that only some ranks have.
         model: its replicas are compared in the first two calls. None skips the comparison.
-    Raises:
-        ConfigError: a gradient is sparse, or was written in place after it was reduced.
-        RankError: another rank failed or is missing; replicas differ; or a parameter is frozen on some ranks only.
     """
     times = 0 if model is None else _num_comparisons.get(model, 0)
     present, compares = _exchange_presence(replicas, topology, None if model is None else times < len(_MISMATCH_FIXES))
@@ -244,12 +255,12 @@ def _local_gradient(replica: Replica) -> Tensor | None:
 def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bool | None) -> tuple[list[bool], bool]:
     """Return whether any rank has a gradient, per parameter, and whether any rank set `has_note` (None: not exchanged).
 
-    Uses one all-reduce per group and one host synchronisation. Raises the errors of `reduce_gradients`.
+    Uses one all-reduce per group and one host synchronisation. Raises the errors of `sync_gradients`.
     """
-    states = [_gradient_state(replica) for replica in replicas] + [int(bool(has_note))]
-    # The maxima over ranks of both flags are 1 if only some ranks have frozen a parameter.
-    trainable = [replica.parameter.requires_grad for replica in replicas] + [False]
-    frozen = [not each for each in trainable[:-1]] + [False]
+    # State, is trainable, is frozen. The maxima over ranks of both flags are 1 if only some ranks froze a parameter.
+    facts = [(_gradient_state(one), one.parameter.requires_grad, not one.parameter.requires_grad) for one in replicas]
+    facts.append((int(bool(has_note)), False, False))
+    states = [state for state, _, _ in facts]
     world = topology.world
     kinds: dict[tuple[int, ...], tuple[Group, list[int]]] = {} if has_note is None else {world.ranks: (world, [])}
     for i, replica in enumerate(replicas):
@@ -260,8 +271,7 @@ def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bo
         kinds[world.ranks][1].append(len(replicas))
     reduced = []
     for _, (group, members) in (in_order := sorted(kinds.items(), key=lambda kind: kind[0])):
-        own_N3 = [[states[i], trainable[i], frozen[i]] for i in members]
-        flags = torch.tensor(own_N3, dtype=torch.uint8, device=device_of(group))
+        flags = torch.tensor([facts[i] for i in members], dtype=torch.uint8, device=device_of(group))
         reduced.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
     if reduced:
         places = [(group, i) for _, (group, members) in in_order for i in members]
@@ -296,7 +306,46 @@ def _gradient_state(replica: Replica) -> int:
         return _NONE
     if gradient.layout != torch.strided:
         return _SPARSE
-    return _DENSE if restore_summand(replica.parameter) else _REWRITTEN
+    return _DENSE if _restore_summand(replica.parameter) else _REWRITTEN
+
+
+def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
+    """Record that a gradient is synchronised; `factor` = d/n converts it back to a summand."""
+    gradient = parameter.grad
+    if gradient is None or factor == 1:
+        return
+    _synchronised[gradient] = tensor_version(gradient), factor
+    if parameter.requires_grad and parameter not in _hooked:
+        _hooked[parameter] = True
+        own = ref(parameter)  # a strong reference in the hook would keep the parameter alive
+        parameter.register_hook(lambda _: _restore(own()))
+
+
+def note_scaled(gradient: Tensor) -> None:
+    """Record that a gradient was scaled equally on all ranks and remains synchronised."""
+    if gradient in _synchronised:
+        _synchronised[gradient] = tensor_version(gradient), _synchronised[gradient][1]
+
+
+def _restore_summand(parameter: nn.Parameter) -> bool:
+    """Convert a synchronised gradient that no backward pass has modified back to this rank's summand.
+
+    Return False if the gradient is nonzero and was written in place outside of a backward pass.
+    """
+    gradient = parameter.grad
+    if gradient is None or gradient not in _synchronised:
+        return True
+    if tensor_version(gradient) != _synchronised[gradient][0] and bool(gradient.any()):
+        return False
+    _restore(parameter)
+    return True
+
+
+@torch.no_grad()
+def _restore(parameter: Tensor | None) -> None:
+    gradient = None if parameter is None else parameter.grad
+    if gradient is not None and (noted := _synchronised.pop(gradient, None)) is not None:
+        gradient.mul_(noted[1])
 
 
 def _writable_gradient(replica: Replica) -> Tensor:
@@ -305,8 +354,7 @@ def _writable_gradient(replica: Replica) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     part = local_part(parameter.grad)
-    # Backward of `expand` returns overlapping elements.
-    if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
+    if has_shared_elements(part):  # as returned by the backward of `expand`
         parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         part = local_part(parameter.grad)
     return part

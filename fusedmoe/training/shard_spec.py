@@ -154,16 +154,13 @@ class ShardSpec:
         )
 
 
-@dataclass(eq=False)
-class ShardSpecs:
-    """Specs of this rank's tensors by name, and names of tensors that only other ranks have."""
-
-    own: dict[str, ShardSpec]
-    remote_names: set[str]
-
-
-def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> ShardSpecs:
+def shard_specs(
+    model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str
+) -> tuple[dict[str, ShardSpec], set[str]]:
     """Compute the specs of a model's tensors, given by plain name. Collective over all ranks.
+
+    Returns:
+        Specs of this rank's tensors by name, and names of tensors that only other ranks have.
 
     Raises:
         ConfigError, RankError: ranks hold different tensors, or a shard differs from torch.chunk's. The message names
@@ -175,15 +172,15 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
     numbers, unpadded = _row_numbers(model), _unpadded_sizes(model)
-    result = ShardSpecs({}, {name for on_rank in shapes.values() for name in on_rank} - split.keys())
+    specs: dict[str, ShardSpec] = {}
 
     def build() -> None:
         for name, tensor in tensors.items():
             known = shapes, topology, numbers.get(name), unpadded.get(name, {})
-            result.own[name] = _shard_spec(name, tensor, shardings.get(name, {}), *known)
+            specs[name] = _shard_spec(name, tensor, shardings.get(name, {}), *known)
 
     on_all_ranks(topology.world, operation, build)
-    return result
+    return specs, {name for on_rank in shapes.values() for name in on_rank} - split.keys()
 
 
 def is_writer(key: str, group: Group) -> bool:
@@ -241,11 +238,10 @@ def _shard_spec(
     numbers: tuple[int, ...] | None,
     unpadded: Mapping[int, int],
 ) -> ShardSpec:
-    is_dtensor = isinstance(tensor, DTensor)
     if not sharding:
-        return ShardSpec(tuple(tensor.shape), topology.mp if is_dtensor else topology.world)
+        return ShardSpec(tuple(tensor.shape), topology.mp if isinstance(tensor, DTensor) else topology.world)
     for axis, dim in sharding.items():
-        holding_ranks = [rank for rank in _axis_group(axis, topology).ranks if name in shapes[rank]]
+        holding_ranks = [rank for rank in getattr(topology, axis).ranks if name in shapes[rank]]
         if dim == NAMED and len(holding_ranks) > 1:
             raise ConfigError(
                 f"ranks {holding_ranks} have different tensors of the same name {name}: a checkpoint would store only "
@@ -256,7 +252,7 @@ def _shard_spec(
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
     # Padding is not saved.
-    if not is_dtensor:
+    if not isinstance(tensor, DTensor):
         for dim, size in unpadded.items():
             shape[dim] = min(shape[dim], size)
             start = own[dim] * topology.esp.index if sharding.get("esp") == dim else 0
@@ -266,25 +262,18 @@ def _shard_spec(
     axes = ("mp",) if "mp" in sharding else ("ep", "esp")
     placements = tuple(Replicate() if (dim := sharding.get(axis, NAMED)) == NAMED else Shard(dim) for axis in axes)
     mesh = topology.dense_mesh if "mp" in sharding else topology.expert_mesh
-    of_all = tuple(shape), replica_group(sharding, topology), True, NAMED not in sharding.values()
+    whole, is_on_all_ranks = tuple(shape), NAMED not in sharding.values()
     if not isinstance(tensor, DTensor):
-        return ShardSpec(*of_all, mesh, (Replicate(), *placements), numbers, starts, unpadded_sizes)
+        group, all_placements = replica_group(sharding, topology), (Replicate(), *placements)
+        return ShardSpec(whole, group, True, is_on_all_ranks, mesh, all_placements, numbers, starts, unpadded_sizes)
     assert mesh is not None
-    # FSDP splits the replicas.
+    # FSDP splits the replicas. DTensor shards in the order of mesh dimensions, and FSDP's axis splits the parts of the
+    # other axes.
     own_group = topology.subgroup("own", (topology.rank,))
-    mesh_with_replicas = _reorder_mesh(mesh, (*axes, "dp" if "mp" in sharding else "edp"))
-    return replace(ShardSpec(*of_all, mesh_with_replicas, (*placements, *tensor.placements)), group=own_group)
-
-
-def _axis_group(axis: str, topology: Topology) -> Group:
-    return {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}[axis]
-
-
-def _reorder_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    # DTensor shards in the order of mesh dimensions; FSDP's axis splits the parts of the other axes.
-    old = mesh.mesh_dim_names or ()
+    names, old = (*axes, "dp" if "mp" in sharding else "edp"), mesh.mesh_dim_names or ()
     grid = mesh.mesh.permute(*(old.index(name) for name in names))
-    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
+    reordered = DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
+    return ShardSpec(whole, own_group, True, is_on_all_ranks, reordered, (*placements, *tensor.placements))
 
 
 def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:
@@ -296,7 +285,7 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
     ranks = topology.expert_grid[0]
     for place, axis in enumerate(("ep", "esp")):
         if sharding.get(axis) != dim:
-            index = _axis_group(axis, topology).index if sharding.get(axis) == NAMED else 0
+            index = getattr(topology, axis).index if sharding.get(axis) == NAMED else 0
             ranks = ranks.narrow(place, index, 1)
     return ranks.flatten().tolist()
 
@@ -313,7 +302,7 @@ def _check_chunk(
         if has_placement and axis == "ep":
             expected[dim] = own[dim]
         elif dim != NAMED:
-            group = _axis_group(axis, topology)
+            group = getattr(topology, axis)
             chunk = -(-expected[dim] // group.size)
             starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))

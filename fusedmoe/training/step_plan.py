@@ -19,7 +19,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.measure import CostMeasurement, MeasurementState
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.scheduled_exchange import ScheduledExchange, exchanges_in
-from fusedmoe.placement.replica_state import ReplicaTiming
+from fusedmoe.placement.replicas import ReplicaTiming
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import ProgressBar
@@ -100,8 +100,7 @@ class PlannedStep:
     Attributes:
         costs: of a step.
         buckets: reduced by plans during backward.
-        blocks: micro-batched blocks or None.
-        limit, samples: as passed.
+        has_costs: `costs` is set; False until a forward has measured it.
         has_measured: costs are measured, not passed.
     """
 
@@ -131,7 +130,7 @@ class PlannedStep:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
         number_layers(self._layers)
         self._model, self.topology = model, topology
-        self._workload, self._has_costs = workload, False
+        self._workload, self.has_costs = workload, False
         self.blocks, self.limit, self.samples = blocks, limit, samples
         if dense is None and blocks is not None:
             dense = blocks.dense_parameters
@@ -164,11 +163,6 @@ class PlannedStep:
                 "a pipeline workload=blocks.workload(x)"
             )
         return self._workload
-
-    @property
-    def has_costs(self) -> bool:
-        """Whether step costs are known; False until a forward has measured them."""
-        return self._has_costs
 
     def measured_costs(self, again_s: float | None = None) -> CostModel | None:
         """Return the costs of this machine and the model's first layer, measured or cached. Collective.
@@ -219,7 +213,7 @@ class PlannedStep:
             given = self._layers[0].topology, costs, workload, self.buckets
             self.costs = model_costs(blocks, *given)
             self.layer_costs = self.costs if blocks is None else model_costs(None, *given)
-        self._has_costs = True
+        self.has_costs = True
 
     def predicted(self, candidate: PlanCandidate) -> PlanCandidate:
         return candidate._replace(predicted_s=predicted_s(candidate.plan, self.costs_of(candidate.uses_micro_batches)))

@@ -27,9 +27,8 @@ from fusedmoe.gates.base import router_logits
 from fusedmoe.gates.topk import gather_selected
 from fusedmoe.hooks import Hooks, apply_start_hooks
 from fusedmoe.kernels import derivatives
-from fusedmoe.kernels.derivatives import Function, linear
+from fusedmoe.kernels.derivatives import Function, before_backward, linear
 from fusedmoe.kernels.experts import Weights
-from fusedmoe.placement.replica_gradients import before_backward
 from fusedmoe.runtime.recorder import Recorder, record_operation
 from fusedmoe.tutel import moe
 from fusedmoe.tutel.gates.top import gate_product
@@ -104,7 +103,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
 exchange = Collectives(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
 WAY = exchange_operators.CollectiveRoute(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
 #: Linear in their inputs, so their gradients do not depend on input values.
-LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "pack_bf16", "unpack_bf16", "refuse_gradient"}
+LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "refuse_gradient"}
 LINEAR |= {"dispatch", "dispatch_backward", "combine", "combine_backward", "split_rows", "join_rows"}
 #: Only graphs contain these operators, and AOTAutograd refuses to differentiate its graphs twice.
 IN_GRAPHS = {"scheduled_experts"}
@@ -127,7 +126,7 @@ def test_operator_double_backward_raises_unless_supported(graded: bool) -> None:
             outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
             leaves = {at: one for at, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad}
             if not outputs:
-                assert not leaves or name == "pack_fp8", name  # bytes
+                assert not leaves, name
                 continue
             seeds = [torch.ones_like(one).requires_grad_(graded) for one in outputs]
             if name.startswith(("router_d", "refused")) or (name.endswith("_backward") and name not in LINEAR):
@@ -203,10 +202,10 @@ TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]
     "_Linear": lambda: (lambda x: gather_selected(x.sigmoid(), torch.tensor([[1], [0]])), (random(2, 3),)),
     "_RouterLogits": lambda: (lambda x, w: router_logits(x, w).sigmoid(), (random(3, 4), random(2, 4))),
     "_Scaled": lambda: (lambda x, w: scaled(x, w).sigmoid(), (random(3, 4), random(3))),
-    "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float(), True).double(), (random(3, 4), random(2, 4))),
-    "_BackwardCallback": lambda: (lambda x: record_operation(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
-    "_GradientHooks": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
-    "_BeforeBackward": lambda: (lambda x: before_backward(x, lambda: None).sigmoid(), (random(3),)),
+    "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float()).double(), (random(3, 4), random(2, 4))),
+    "_TransformGradient": lambda: (lambda x: apply_start_hooks([SquaringHooks()], x).sigmoid(), (random(3, 4),)),
+    "record_operation": lambda: (lambda x: record_operation(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
+    "before_backward": lambda: (lambda x: before_backward(x, lambda: None, "a call").sigmoid(), (random(3),)),
 }
 
 
@@ -243,7 +242,7 @@ def test_double_backward_equals_plain_autograd(name: str) -> None:
         pairs = zip(*(torch.autograd.grad(sum(one.sum() for one in of), inputs) for of in (g, want)), strict=True)
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    elif name == "_GradientHooks":  # like PyTorch's hooks: each gradient passes through
+    elif name == "_TransformGradient":  # like PyTorch's hooks: each gradient passes through
         (x,) = inputs
 
         def hooked(x: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu import checks
 from bench.gpu.checks import judge_sanitizer, sanitizer
@@ -110,9 +112,22 @@ def test_racecheck_hazard_is_alarm_not_failure(monkeypatch: pytest.MonkeyPatch, 
     assert sanitizer(place, "racecheck").result == "failed"
 
 
-def test_exercise_detects_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+@pytest.mark.parametrize("hazards", [0, 1])
+def test_gluon_hazards_are_false_alarms_if_an_empty_kernel_has_them(
+    hazards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
+) -> None:
+    assert checks.racecheck_gluon(replace(place, rehearsal=True)).result == "skipped"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    empty = f'echo "RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)"'
+    forms = 'echo "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"'
+    script = f'echo "{PASSED}"; case "$*" in *empty_warps*) {empty};; *) {forms};; esac'
+    stub(monkeypatch, tmp_path, "compute-sanitizer", script)
+    outcome = checks.racecheck_gluon(place)
+    expected = "an empty warp-specialised kernel: 1 hazards" if hazards else "Gluon forms: 2 hazards"
+    assert outcome.result == "alarm" and outcome.word.startswith(expected)
 
+
+def test_exercise_detects_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.gpu import exercise
 
     def spoiled(*arguments: object) -> torch.Tensor:

@@ -22,11 +22,21 @@ from bench.gpu.results import RESULTS, document, save
 from bench.gpu.shapes import SHAPES
 from bench.gpu.spool import Spool
 from bench.gpu.suite import measure_kernels, measure_passes, pass_steps, ready_layers
+from bench.gpu.with_router import measure_with_router
 from bench.provenance import ROOT
 from bench.report import PUBLISHED
 
 CPU = torch.device("cpu")
 CHECKS = [{"name": "tests", "result": "passed", "word": "12 passed", "seconds": 1.0}]
+
+
+class RouterClock(FakeClock):
+    """2, 4, ... ms: forward takes as long as backward. With the state of a GPU."""
+
+    def __init__(self, *times_ms: float) -> None:
+        super().__init__(*times_ms)
+        state = {"sm_clock_mhz": [1200, 1980], "power_w": 650.0, "temperature_c": 61, "throttled_by": ["power cap"]}
+        self.conditions = state
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +55,8 @@ def results() -> dict[str, Any]:
         steps = [step for layer, _ in ready for step in pass_steps(layer, case)]
         for row in measure_passes(shape, ready, steps, FakeClock(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 1.0):
             spool.add("row", **row)
+        for row in measure_with_router(case, RouterClock(2.0), spool, set()):
+            spool.add("row", **row)
     spool.add("skipped", suite="passes", shape="tiny", name="sonicmoe", word="not installed")
     spool.add("ceilings", when="end", flops_per_s=1e9, bytes_per_s=3e9, sm_clock_mhz=1500.0)
     return document(spool, CHECKS, TINY)
@@ -54,7 +66,8 @@ def test_rows_use_highest_ceilings_and_step_order(results: dict[str, Any]) -> No
     """The limit uses the highest P and B; times are listed in step order."""
     best = Ceilings(2e9, 3e9)
     assert results["limit"] == best._asdict()
-    rows = {(row["shape"], row["variant"], row["name"]): row for row in results["rows"]}
+    given = [row for row in results["rows"] if row["kind"] != "with router"]
+    rows = {(row["shape"], row["variant"], row["name"]): row for row in given}
     times = {NAME: (1.0, 2.0, 3.0), torch_grouped.NAME: (4.0, 5.0, 6.0)}
     for shape in TINY:
         for variant, expected in times.items():
@@ -66,6 +79,18 @@ def test_rows_use_highest_ceilings_and_step_order(results: dict[str, Any]) -> No
                 assert row["tflops"] == pytest.approx(shape.flops(name) / ms / 1e9)
         order = rows[shape.name, NAME, "order"]  # no FLOP
         assert order["limit_ms"] == pytest.approx(1e3 * kernel_costs(shape)["order"].bytes / 3e9)
+
+
+def test_rows_with_router_have_the_difference_of_two_means(results: dict[str, Any]) -> None:
+    rows = [row for row in results["rows"] if row["kind"] == "with router"]
+    times = [(row["shape"], row["name"], row["measured_ms"]) for row in rows]
+    assert times == [(shape.name, name, 2.0) for shape in TINY for name in ("forward", "backward")]
+    for row, shape in zip(rows, [shape for shape in TINY for _ in range(2)], strict=True):
+        assert (row["variant"], row["tflops"]) == (NAME, pytest.approx(shape.flops(row["name"]) / 2.0 / 1e9))
+        gate = kernel_costs(shape)[f"gate {row['name']}"]
+        assert row["parts"] == [list(gate), *(list(cost) for cost in pass_costs(shape, row["name"]))]
+    skipped = {record["name"]: record["word"] for record in results["skipped"]}
+    assert skipped["sonicmoe with router"] == "not installed"
 
 
 def test_cpu_results_are_not_saved_in_repository(results: dict[str, Any], tmp_path: Path) -> None:
@@ -85,6 +110,7 @@ def test_report_prints_limits_times_and_checks(
     cells = ["tiny (24, 32, 16, 6, 2)", "forward", f"{row['limit_ms']:.3f}", "1.000", "0.900–1.100"]
     assert f"| {' | '.join(cells)} | {row['fraction']:.0%} |" in text
     assert "- tests: passed (12 passed)" in text and "left out: sonicmoe (not installed): tiny" in text
+    assert "| tiny | with router | 1200–1980 | 650 | 61 | power cap |" in text
     assert "0.00 TB/s" in text and "| end | 0 | 0.00 | 1500 | – | – | – |" in text
     image = file.with_suffix(".png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 20_000

@@ -16,9 +16,8 @@ from bench.gpu.apart import Case
 from bench.gpu.part import Log, Place
 from bench.gpu.process import Ended
 from bench.gpu.steps import PLANS
-from fusedmoe.kernels.triton.grouped import verified
-from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, HopperConfig
-from fusedmoe.kernels.triton.grouped.verified import VERIFIED, Gpu, is_verified
+from fusedmoe.kernels.triton.grouped import configs as grouped_configs
+from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, VERIFIED, Gpu, HopperConfig, is_verified
 
 HOPPER, AMPERE = Gpu((9, 0), 232_448, 132), Gpu((8, 0), 166_912, 108)
 DEVICE = torch.device("cuda", 0)
@@ -54,7 +53,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> dict[Case, str | None]:
         return ((case, faults.get(case, "")) for case in cases)
 
     told = {"gpu": {"name": "NVIDIA H200", "capability": "9.0"}, "commit": "abc"}
-    monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
+    monkeypatch.setattr(grouped_configs, "TRITON_VERSION", "3.6.0")
     monkeypatch.setattr(verify, "check_apart", apart)
     monkeypatch.setattr(verify, "gpu_of", lambda device: HOPPER)
     monkeypatch.setattr(verify, "environment", lambda device: told)

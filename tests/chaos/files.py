@@ -3,8 +3,7 @@
     python -m tests.chaos.files --seed 1 --count 5000 --json files.json
 
 What a load may do: give the right numbers, refuse with an error that names the file, ignore the file with a warning
-that names it, or (where files have no checksums, because people write them) take it for another one that is sound. Of
-checkpoints of format 1, which had no checksums, the conversion warns, and what it then writes counts as unverified.
+that names it, or (where files have no checksums, because people write them) take it for another one that is sound.
 Anything else is a failure: wrong numbers, another error, something that ran, was left, or did not end.
 """
 
@@ -46,8 +45,8 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Span, Timeline
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.survival import Survival
-from tests.training.planted import changes, rewrite, rewritten, tamper
-from tests.training.test_checkpoint_folder import FORMAT_1, FORMAT_2, Held, converted, load, save
+from tests.training.planted import rewrite, rewritten
+from tests.training.test_checkpoint_folder import load, save
 from tests.training.toy import ONE, Toy
 
 ALONE = Topology()
@@ -345,7 +344,7 @@ def one_bit(chance: random.Random, path: Path) -> str:
 
 #: Files with digests that jobs write for themselves: a flipped bit must never change the result.
 KEPT = (*(name for name, kind in KINDS.items() if kind.strict), "checkpoint")
-ALL = (*KINDS, "checkpoint", "checkpoint", "format 1", "format 2", "tampered", "rewritten")
+ALL = (*KINDS, "checkpoint", "checkpoint", "rewritten")
 
 # Cases
 
@@ -393,8 +392,6 @@ class Fuzzer:
             self._paths[name] = kind.make(self._whole[name]).name
             self._right[name] = self._in_copy(name, kind.read)
         save(0, 1, ONE, folder / "checkpoint")
-        shutil.copytree(FORMAT_1, folder / "format 1")
-        shutil.copytree(FORMAT_2, folder / "format 2")
         self._held = load(folder / "checkpoint", ONE, 0, ALONE, trained=True)[2]
         self.outcomes: dict[str, Counter[str]] = {}
         self.failures: list[dict[str, Any]] = []
@@ -412,9 +409,7 @@ class Fuzzer:
                 case = self._checkpoint if name not in KINDS else self._file
                 outcome = case(chance, name, work)
             shutil.rmtree(work)
-            left = sorted(
-                {one.name for one in self._folder.iterdir()} - {"whole", "checkpoint", "format 1", "format 2"}
-            )
+            left = sorted({one.name for one in self._folder.iterdir()} - {"whole", "checkpoint"})
             _expect(not left, f"{left} is left")
             _expect(len(os.listdir("/proc/self/fd")) == handles, "a descriptor is left")
             _expect(not self._watch.seen, f"it ran {[*self._watch.seen]}")
@@ -476,52 +471,24 @@ class Fuzzer:
         return outcome
 
     def _checkpoint(self, chance: random.Random, name: str, work: Path) -> str:
-        """Require that a checkpoint loads fully or not at all, and that an earlier format is converted or refused."""
-        path, new, canary = work / "checkpoint", work / "new", self._folder / "canary"
-        old = {"checkpoint": "checkpoint", "rewritten": "checkpoint", "format 1": "format 1"}.get(name, "format 2")
-        shutil.copytree(self._folder / old, path)
-        if name == "tampered":
-            known = changes(canary)
-            self._how = chance.choice(list(known))
-            tamper(path, known[self._how], sealed=chance.random() < 0.7)
-            canary.unlink(missing_ok=True)
-        elif name == "rewritten":
+        """Require that a checkpoint loads fully or not at all."""
+        path = work / "checkpoint"
+        shutil.copytree(self._folder / "checkpoint", path)
+        if name == "rewritten":
             made = rewritten(path)
             self._how = chance.choice(list(made))
             rewrite(path, made[self._how])
         else:
-            files = [one for one in sorted(path.iterdir()) if name != "format 1" or one.name != ".metadata"]
-            file = chance.choice(files)
+            file = chance.choice(sorted(path.iterdir()))
             self._how = f"{file.name} {self._harm(chance, file)}"
-        with self._watched(), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            if old == "checkpoint":
-                said, before, after = load(path, ONE, 0, ALONE, trained=chance.random() < 0.5)
-            else:
-                said, before, after = converted(path, new), None, None
-        _expect(not canary.exists(), "something ran")
+        with self._watched():
+            said, before, after = load(path, ONE, 0, ALONE, trained=chance.random() < 0.5)
+        _expect(not (self._folder / "canary").exists(), "something ran")
         _expect(said is None or str(path) in said, f"does not name the file: {said}")
-        unverified = said is None and any("of format 1, without checksums" in str(one.message) for one in warned)
-        if old != "checkpoint" and said is None:
-            told, _, after = load(new, ONE, 0, ALONE, trained=True)
-            _expect(told is None, f"was converted and does not load: {told}")
-            shutil.rmtree(new)
-            before = self._of_format(old)
-        right = after == (self._held if said is None and old == "checkpoint" else before)
-        _expect(right or unverified, f"wrong numbers: {said}")
-        _expect(name not in ("tampered", "rewritten") or said is not None, "was not noticed")
+        _expect(after == (self._held if said is None else before), f"wrong numbers: {said}")
+        _expect(name != "rewritten" or said is not None, "was not noticed")
         _expect([one.name for one in work.iterdir()] == ["checkpoint"], "something is left")
-        return "refused" if said is not None else "right" if right else "unverified"
-
-    def _of_format(self, name: str) -> Held:
-        """Return the state in the undamaged checkpoint of an earlier format."""
-        new = self._folder / "new"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert converted(self._folder / name, new) is None
-        held = load(new, ONE, 0, ALONE, trained=True)[2]
-        shutil.rmtree(new)
-        return held
+        return "right" if said is None else "refused"
 
 
 def _expect(true: bool, else_: str) -> None:

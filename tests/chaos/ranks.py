@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.kernels import backend
-from fusedmoe.tutel.impls.communicate import _TOPOLOGIES
+from fusedmoe.layers.scheduled_exchange import _topologies
 from tests.chaos.doors import LIBRARIES
 from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
 from tests.chaos.jobs import INPUTS, LAYOUTS, Rank, Spec, needs_puts
@@ -181,7 +181,7 @@ def _end_job() -> None:
     # After an error in a backward pass, PyTorch keeps the pending tasks, and so the graph, until the next backward
     # pass.
     torch.ones((), requires_grad=True).backward()
-    _TOPOLOGIES.clear()  # Tutel's integration releases them only at process exit
+    _topologies.clear()  # integrations release them only at process exit
     torch._dynamo.reset()  # graphs hold the process groups of their collectives
     gc.collect()
     if dist.is_initialized():

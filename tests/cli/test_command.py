@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from io import FileIO, TextIOWrapper
-from pathlib import Path
 
 import pytest
 
@@ -104,14 +103,6 @@ def test_closed_stdout_pipe_ends_without_traceback(
 def test_python_m_fusedmoe_prints_version() -> None:
     found = subprocess.run([sys.executable, "-m", "fusedmoe", "--version"], capture_output=True, text=True, timeout=200)
     assert (found.returncode, found.stdout) == (0, f"fusedmoe {__version__}\n")
-
-
-def test_convert_checkpoint_converts_old_and_rejects_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = Path(__file__).parents[1] / "data" / "checkpoint_format_2", tmp_path / "new"
-    assert main(["convert-checkpoint", str(old), str(new)]) == 0
-    assert capsys.readouterr().out == f"converted {old} to {new}\n"
-    assert main(["convert-checkpoint", str(new), str(old)]) == 2
-    assert "needs no conversion" in capsys.readouterr().err and (old / ".metadata").is_file()
 
 
 def test_command_errors_name_timeout_flag() -> None:

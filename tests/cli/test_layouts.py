@@ -8,12 +8,12 @@ from itertools import chain
 import pytest
 import torch
 
-from fusedmoe.cli.job import Launch, Sizes, make_optimizer
+from fusedmoe.cli.job import Sizes, make_optimizer
 from fusedmoe.cli.layouts import ParallelLayout, chosen_settings, find_remedy, layouts, rank_memory
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.step_plans import make_meta_model
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.job_files import ExternalJob, TrainingState
+from fusedmoe.models.external_job import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.machines import MACHINES, Datum
 from tests.marks import slowly
@@ -51,7 +51,7 @@ def test_memory_equals_counted_tensors(change: dict[str, int]) -> None:
     (loss.nats + loss.aux).backward()
     optimizer = make_optimizer(model, settings)
     optimizer.step()
-    found = rank_memory(settings, Launch(), ALONE, make_meta_model(settings))
+    found = rank_memory(settings, 1, ALONE, make_meta_model(settings))
     assert found.parameters == nbytes(model.parameters())
     assert found.gradients == nbytes(parameter.grad for parameter in model.parameters())
     moments = chain.from_iterable(state.values() for state in optimizer.state.values())
@@ -61,25 +61,25 @@ def test_memory_equals_counted_tensors(change: dict[str, int]) -> None:
 
 def test_split_and_sharded_state_take_their_share() -> None:
     settings = Settings(MODEL)
-    meta, alone = make_meta_model(settings), rank_memory(settings, Launch(), ALONE, make_meta_model(settings))
-    launch, sizes = Launch(0, 8, 0, 8), Sizes(8, 2, 2, 2)
-    split = rank_memory(settings, launch, sizes, meta)
+    meta, alone = make_meta_model(settings), rank_memory(settings, 1, ALONE, make_meta_model(settings))
+    sizes = Sizes(8, 2, 2, 2)
+    split = rank_memory(settings, 8, sizes, meta)
     experts = 4 * sum(p.numel() for layer in meta.moe_layers() for p in layer.experts.parameters())
     assert alone.parameters - 3 / 4 * experts > split.parameters > alone.parameters / 4
-    sharded = rank_memory(settings, launch, sizes, meta, TrainingState(sharded="all"))
+    sharded = rank_memory(settings, 8, sizes, meta, TrainingState(sharded="all"))
     assert sharded.parameters == pytest.approx(alone.parameters / 8)
     # Gathered float32 parameters of two of the four blocks, and gradients of one.
     assert sharded.workspace == pytest.approx(split.workspace + 3 / 4 * split.parameters)
-    zero = rank_memory(settings, launch, sizes, meta, TrainingState(2, 4, 12, "optimizer"))
+    zero = rank_memory(settings, 8, sizes, meta, TrainingState(2, 4, 12, "optimizer"))
     assert zero.parameters == split.parameters / 2 and zero.optimizer == pytest.approx(alone.parameters * 3 / 8)
-    assert rank_memory(replace(settings, recompute=True), launch, sizes, meta).activations < split.activations
+    assert rank_memory(replace(settings, recompute=True), 8, sizes, meta).activations < split.activations
 
 
 def test_layouts_fit_the_memory_or_come_by_memory() -> None:
-    machine, launch = MACHINES["dgx-h100"], Launch(0, 16, 0, 8)
+    machine = MACHINES["dgx-h100"]
     settings = Settings(replace(MODEL, vocab_size=60_000), dtype="bf16", mp=2)
     meta = make_meta_model(settings)
-    every = layouts(settings, launch, machine, ExternalJob(MODEL), meta)
+    every = layouts(settings, 16, machine, ExternalJob(MODEL), meta)
     assert all(
         (layout.sizes.esp, layout.sizes.mp) == (1, 2) and 16 % (layout.sizes.ep * layout.sizes.esp) == 0
         for layout in every
@@ -87,18 +87,18 @@ def test_layouts_fit_the_memory_or_come_by_memory() -> None:
     assert [layout.token_s for layout in every] == sorted(layout.token_s for layout in every)
     totals = sorted(layout.memory.total for layout in every)
     some = replace(machine, memory_bytes=Datum(totals[len(totals) // 2], "chosen"))
-    fitting = layouts(settings, launch, some, ExternalJob(MODEL), meta)
+    fitting = layouts(settings, 16, some, ExternalJob(MODEL), meta)
     assert 0 < len(fitting) < len(every) and all(layout.memory.total <= totals[len(totals) // 2] for layout in fitting)
-    none = layouts(settings, launch, replace(machine, memory_bytes=Datum(1.0, "chosen")), ExternalJob(MODEL), meta)
+    none = layouts(settings, 16, replace(machine, memory_bytes=Datum(1.0, "chosen")), ExternalJob(MODEL), meta)
     assert [layout.memory.total for layout in none] == totals
 
 
 def test_remedy_is_the_smallest_change_that_fits() -> None:
-    settings, launch, sizes = Settings(replace(MODEL, batch=4)), Launch(0, 8, 0, 8), Sizes(8, 2, 1, 1)
+    settings, sizes = Settings(replace(MODEL, batch=4)), Sizes(8, 2, 1, 1)
     meta = make_meta_model(settings)
 
     def total(state: TrainingState | None = None, ep: int = 2, **changes: object) -> float:
-        return rank_memory(settings.changed(changes), launch, replace(sizes, ep=ep), meta, state).total
+        return rank_memory(settings.changed(changes), 8, replace(sizes, ep=ep), meta, state).total
 
     sharded, least = TrainingState(sharded="all"), {"recompute": True, "model.batch": 1}
     for changes, room in (
@@ -107,12 +107,12 @@ def test_remedy_is_the_smallest_change_that_fits() -> None:
         ("--recompute, --batch 1, --ep 8", total(ep=8, **least)),
         ("--recompute, --batch 1, state sharded over all ranks (FSDP)", total(sharded, **least)),
     ):
-        assert find_remedy(settings, launch, sizes, meta, TrainingState(), room) == (changes, room)
-    assert find_remedy(settings, launch, sizes, meta, TrainingState(), 1.0) is None
+        assert find_remedy(settings, 8, sizes, meta, TrainingState(), room) == {"changes": changes, "total": room}
+    assert find_remedy(settings, 8, sizes, meta, TrainingState(), 1.0) is None
 
 
 def test_least_memory_is_chosen_of_similar_times() -> None:
     settings, meta = Settings(MODEL), make_meta_model(Settings(MODEL))
-    memory = [rank_memory(settings, Launch(0, 8, 0, 8), Sizes(8, ep, 1, 1), meta) for ep in (1, 2, 4)]
+    memory = [rank_memory(settings, 8, Sizes(8, ep, 1, 1), meta) for ep in (1, 2, 4)]
     found = [ParallelLayout(Sizes(8, 2**at, 1, 1), memory[at], token_s) for at, token_s in enumerate((1.0, 1.1, 1.2))]
     assert chosen_settings(settings, found).ep == 2

@@ -15,7 +15,7 @@ from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import step_costs, step_workload
+from fusedmoe.cli.step_plans import PlannedJob, make_meta_model, step_workload
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
@@ -241,7 +241,8 @@ def compare_plan_and_training_costs(rank: int, world: int) -> None:
         topology = make_topology(sizes, 60.0)
         trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**10), StopRequest())
         _, trained = trainer.set_plan(costs)
-        planned = step_costs(settings, launch, sizes, costs, whole=waits is not None)
+        job = PlannedJob(settings, world, sizes, costs, make_meta_model(settings))
+        planned = job.step_costs(waits is not None)
         assert planned == trained and all(trained.gradient_bytes), changes
         assert all((layer.micro and layer.micro.waits) == waits for layer in trained.layers), changes
 
@@ -330,7 +331,7 @@ def test_plan_rejects_invalid_flags_and_files(
 def test_help_of_plan_profile_and_trace_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     for command_name, words in (
         ("plan", ("examples:", "--testbed", "critical path", "--again", *POLICIES)),
-        ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--plot")),
+        ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--json")),
         ("trace", ("examples:", "ui.perfetto.dev", "--schedule")),
     ):
         with pytest.raises(SystemExit) as end:
@@ -339,7 +340,7 @@ def test_help_of_plan_profile_and_trace_has_examples(capsys: pytest.CaptureFixtu
         assert end.value.code == 0 and all(word in out for word in words)
 
 
-@pytest.mark.parametrize("flags", [["--order", "einsum"], *slowly(["--wire-dtype", "bf16"])])
+@pytest.mark.parametrize("flags", [["--order", "einsum"], ["--wire", "fp8"], *slowly(["--wire-dtype", "bf16"])])
 def test_plan_accepts_einsum_order_and_wire_dtype(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--testbed", "A", "--layers", "2", "--schedule", "lancet", *flags]) == 0
     assert "lancet" in capsys.readouterr().out

@@ -14,19 +14,25 @@ import torch
 
 from fusedmoe import Topology
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology, resolve_sizes
 from fusedmoe.cli.main import main
-from fusedmoe.cli.plan_command import PlanReport, plans_by_policy
-from fusedmoe.cli.scale import machine_sizes_and_costs
+from fusedmoe.cli.plan_command import PlanReport
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.step_plans import no_split_reason, selected_policy, step_workload, unplanned_gradients
+from fusedmoe.cli.step_plans import (
+    PlannedJob,
+    machine_costs,
+    make_meta_model,
+    no_split_reason,
+    selected_policy,
+    step_workload,
+)
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.models.transformer import Transformer, block_workload
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.cost import FusedCosts, Observed, Sample
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Observed, Sample
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS
 from fusedmoe.schedule.plan import Plan
@@ -54,6 +60,10 @@ def settings_of(
     return made, launch, choose_sizes(made, launch)
 
 
+def planned_job(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel) -> PlannedJob:
+    return PlannedJob(settings, launch.ranks, sizes, costs, make_meta_model(settings))
+
+
 def runnable_task_kinds(policy: str, settings: Settings, sizes: Sizes) -> set[str]:
     split = policy in micro_batch_policies() and not no_split_reason(settings)
     return set(runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if split else "step"))
@@ -71,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", [{}, {"gate": "expert_choice"}], ids=["blocks", "layers"])
 def test_plans_have_only_runnable_tasks(sizes: tuple[int, int, int], dtype: str, model: dict[str, Any]) -> None:
     settings, launch, found = settings_of("auto", *sizes, dtype, **model)
-    plans = plans_by_policy(settings, launch, found, FUSED_COSTS)
+    plans = planned_job(settings, launch, found, FUSED_COSTS).plans()
     several = {*layer_policies()} if model else {*POLICIES}
     assert plans.keys() == (several if found.ep * found.esp > 1 else {"sequential"})
     for name, (plan, _) in plans.items():
@@ -108,11 +118,12 @@ def compare_printed_and_trained_plans(rank: int, world: int, folder: str, cases:
             assert {task.kind for task in plan} <= runnable_task_kinds(policy, settings, found)
             if rank:
                 continue
-            printed = plans_by_policy(settings, launch, found, FUSED_COSTS)[policy]
+            job = planned_job(settings, launch, found, FUSED_COSTS)
+            printed = job.plans()[policy]
             assert costs == printed.costs, schedule
             if schedule != "flowmoe":  # training tries other bucket sizes from the start
-                report = PlanReport(settings, launch, found, FUSED_COSTS)
-                after_s = unplanned_gradients(settings, launch, found, FUSED_COSTS).seconds
+                report = PlanReport(job)
+                after_s = sum(job.gradients_s.values())
                 assert plan == report.plan and makespan(plan, costs) + after_s == report.step_s[policy], schedule
 
 
@@ -155,12 +166,11 @@ def test_joint_policy_is_never_slower_than_others(machine: str, ranks: int) -> N
         model = named_model(name)
         settings = Settings(replace(model, layers=layers * model.moe_every), dtype=figures.dtype, schedule="auto")
         try:
-            sizes, costs = machine_sizes_and_costs(figures, settings, ranks)
+            sizes, settings = resolve_sizes(settings, Launch(0, ranks, 0, figures.node(ranks)))
+            costs = machine_costs(figures, settings, sizes, ranks)
         except ConfigError:
             continue  # the model has too few experts
-        settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
-        launch = Launch(0, ranks, 0, sizes.ranks_per_node)
-        plans = plans_by_policy(settings, launch, sizes, costs)
+        plans = planned_job(settings, Launch(0, ranks, 0, sizes.ranks_per_node), sizes, costs).plans()
         assert len({planned.costs.gradient_bytes for planned in plans.values()}) == 1
         seconds = {policy: makespan(*planned) for policy, planned in plans.items()}
         assert seconds.get("joint", 0.0) <= min(seconds.values()) * (1 + 1e-9), (name, layers, seconds)
@@ -173,7 +183,7 @@ def test_joint_policy_is_not_behind_a_policy_with_faster_measured_layers() -> No
     shapes = step_workload(settings, 2, 2, 2).shapes
     fast = {Sample("attention", phase): 1e-6 for phase in ("forward", "backward")}
     measured = {shapes + PER_LAYER_SUFFIX: Observed(fast), shapes: Observed(dict.fromkeys(fast, 1e-2))}
-    plans = plans_by_policy(settings, launch, sizes, replace(costs, observed=measured))
+    plans = planned_job(settings, launch, sizes, replace(costs, observed=measured)).plans()
     seconds = {policy: makespan(*planned) for policy, planned in plans.items()}
     assert seconds["fsmoe"] < seconds["flowmoe"] and seconds["joint"] == min(seconds.values())
 
@@ -205,7 +215,7 @@ def test_printed_busy_shares_equal_timeline(capsys: pytest.CaptureFixture[str], 
         placement_overlap=4 if placement == "fssdp" else None,
     )
     launch = Launch(0, 8, 0, 4)
-    report = PlanReport(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
+    report = PlanReport(planned_job(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs))
     report.print()
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("utilization: "))
     said = dict(zip(RESOURCES, ("computation", "links inside the node", "links between nodes"), strict=True))

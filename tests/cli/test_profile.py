@@ -8,11 +8,10 @@ import pytest
 
 from fusedmoe.cli import profile as module
 from fusedmoe.cli.main import main
-from fusedmoe.cli.profile import plot
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, Contention, CostModel, Line
-from tests.cli.on_ranks import command, is_picture
+from tests.cli.on_ranks import command
 from tests.cluster import Cluster
 
 
@@ -21,13 +20,12 @@ def test_single_rank_profile_measures_gemm_and_is_cached(
 ) -> None:
     monkeypatch.setenv(CACHE, str(tmp_path / "kept"))
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", "--budget", "0.2", "--json", "costs.json", "--plot", "lines.png"]) == 0
+    assert main(["profile", "--budget", "0.2", "--json", "costs.json"]) == 0
     out = capsys.readouterr().out
     (kept,) = (tmp_path / "kept").iterdir()
     assert str(kept) in out and "1 rank on 1 host" in out and "gemm" in out and "contention" not in out
     assert Profile.from_json((tmp_path / "costs.json").read_text()) == Profile.from_json(kept.read_text())
     assert list(Profile.from_json(kept.read_text()).costs.lines) == ["gemm", "copy"]
-    assert is_picture(tmp_path / "lines.png")
 
     before = kept.read_text()
     assert main(["profile"]) == 0
@@ -40,14 +38,13 @@ def test_single_rank_profile_measures_gemm_and_is_cached(
 
 @pytest.mark.slow
 def test_multi_rank_profile_measures_every_cost_line(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["profile", "--budget", "1", "--again", "--ranks-per-node", "2", "--json", "costs.json", "--plot", "p.png"]
+    flags = ["profile", "--budget", "1", "--again", "--ranks-per-node", "2", "--json", "costs.json"]
     (code, out, error), *others = cluster.run(4, command, str(tmp_path), *flags)
     assert code == 0, error
     assert others == [(0, "", "")] * 3
     assert all(name in out for name in LINES) and "contention" in out
     found = Profile.from_json((tmp_path / "costs.json").read_text())
     assert tuple(found.costs.lines) == LINES and "ep 2, esp 2, mp 2, dp 2" in found.costs.machine
-    assert is_picture(tmp_path / "p.png")
 
 
 def test_profile_prints_units(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -61,21 +58,12 @@ def test_profile_prints_units(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "[some] machine" in out and f"; cached in {tmp_path}" in out
 
 
-@pytest.mark.slow
-def test_plot_of_every_cost_line_is_written(tmp_path: Path) -> None:
-    lines = {name: Line(1e-4, 1e-10) for name in LINES}
-    points = {name: tuple((1e6 * n, 1e-4 + 1e-4 * n) for n in range(1, 25)) for name in LINES}
-    plot(Profile(CostModel(lines, Contention.between_links(0.5), "a machine"), points, 1.0), tmp_path / "p.png")
-    assert is_picture(tmp_path / "p.png")
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--budget", "0"], "more than 0 and less than 100"),
         (["--budget", "100"], "more than 0 and less than 100"),
-        (["--plot", "there/is/none.png"], "folder there/is does not exist"),
-        (["--plot", "lines.txt"], "expected the suffix .png, .svg or .pdf"),
+        (["--json", "there/is/none.json"], "folder there/is does not exist"),
         (["--ranks-per-node", "3", "--ep", "2"], "cannot be split into nodes of 3"),
     ],
 )

@@ -18,8 +18,8 @@ import torch
 from bench.cluster.agents import PRELOAD, Agents, kept_files, metrics
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
+from fusedmoe.cli.restart import sizes_for_ranks
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.survive import sizes_for_ranks
 from fusedmoe.cli.train import TrainingJob
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError

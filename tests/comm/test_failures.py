@@ -67,7 +67,7 @@ def test_rank_stopped_before_ddp_wrapper_is_named(cluster: Cluster) -> None:
     texts = check(
         cluster, culprit := random.randrange(4), "comparing distributed_data_parallel", stop_before_ddp_wrapper
     )
-    assert all("give Topology a larger timeout_s" in text for rank, text in enumerate(texts) if rank != culprit), texts
+    assert all(TIMEOUT_CURE in text for rank, text in enumerate(texts) if rank != culprit), texts
 
 
 def fail_in_ddp_reducer(rank: int, world: int, culprit: int, way: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -34,6 +35,21 @@ def from_sizes(rank: int, world: int, ep: int, esp: int, mp: int) -> dict[str, t
 def from_mesh(rank: int, world: int) -> dict[str, tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
     return axis_ranks(Topology.from_mesh(mesh, ep="node", esp="gpu", mp="gpu"))
+
+
+def warn_of_backends(rank: int, world: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        for backend in ("nccl", "gloo"):
+            patch.setattr("fusedmoe.comm.topology.device_backend", lambda *_, backend=backend: backend)
+            Topology.from_sizes().close()
+    return [str(warning.message) for warning in caught if warning.filename == __file__]
+
+
+def test_groups_of_both_backends_on_gpus_warn(cluster: Cluster) -> None:
+    for messages in cluster.run(2, warn_of_backends):
+        assert len(messages) == 1 and 'call init_process_group("nccl")' in messages[0]
 
 
 def test_world_of_one_needs_no_process_group() -> None:

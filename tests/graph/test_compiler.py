@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single, wait_te
 
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.graph import GraphBackend
+from fusedmoe.graph.compiler import _make_function
 from fusedmoe.graph.planning import PassReport
 from tests.cluster import Cluster
 from tests.graph.models import AllToAll, Model, Steady, largest_difference, train
@@ -200,6 +202,23 @@ def test_graph_without_all_to_alls_needs_no_plan(world: None) -> None:
     x_SM = torch.randn(4, 2)
     own = GraphBackend()
     assert torch.equal(torch.compile(nn.ReLU(), backend=own, fullgraph=True)(x_SM), x_SM.relu()) and not own.reports
+
+
+def test_inputs_are_freed_after_their_last_use() -> None:
+    x = torch.ones(2)
+    inputs, input_reference, is_freed = [x, torch.zeros(1)], weakref.ref(x), []
+    del x
+
+    def probe(y: Tensor) -> Tensor:
+        is_freed.append(input_reference() is None)
+        return y
+
+    graph = torch.fx.Graph()
+    doubled = graph.call_function(torch.add, (x_node := graph.placeholder("x"), x_node))
+    graph.placeholder("unused")
+    graph.output((graph.call_function(probe, (doubled,)),))
+    (y,) = _make_function(torch.fx.GraphModule({}, graph))(inputs)
+    assert y.tolist() == [2.0, 2.0] and is_freed == [True] and inputs == []
 
 
 @pytest.mark.parametrize("wrong", [{"chunks": 0}, {"groups": 0}, {"timeout_s": 0.0}])

@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.graph import operator_costs as costs
 from fusedmoe.graph.operator_costs import (
-    CollectiveTimes,
     MeasuredCosts,
     load_numbers,
     measure_operator,
@@ -23,9 +22,9 @@ aten = torch.ops.aten
 
 
 def test_cost_points_are_interpolated_linearly() -> None:
-    points = CollectiveTimes((1024, 2048, 4096), (1.0, 2.0, 3.0))
-    assert [points.seconds_at(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
-    assert CollectiveTimes((1024,), (2.0,)).seconds_at(512) == 2.0
+    measured = MeasuredCosts({1024: 1.0, 2048: 2.0, 4096: 3.0})
+    assert [measured.collective_s(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
+    assert MeasuredCosts({1024: 2.0}).collective_s(512) == 2.0
 
 
 def test_measured_sizes_are_powers_of_two() -> None:
@@ -37,7 +36,7 @@ def test_measured_sizes_are_powers_of_two() -> None:
 def test_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(costs, "measure_operator", lambda target, args, kwargs: calls.append(str(target)) or 0.5)
-    measured = MeasuredCosts(CollectiveTimes((1024,), (1.0,)), {}, tmp_path / "operators.json")
+    measured = MeasuredCosts({1024: 1.0}, {}, tmp_path / "operators.json")
     inputs = (torch.randn(4, 8), torch.randn(8, 2))
     module = make_fx(lambda a, b: ((a @ b).relu() @ b.t(), a @ b), tracing_mode="fake")(*inputs)
     total = sum(node_s(measured, node) for node in module.graph.nodes if node.op == "call_function")
@@ -45,7 +44,7 @@ def test_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls == ["aten.mm.default", "aten.relu.default", "aten.mm.default"] and total == 2.0
     measured.save()
     assert load_numbers(tmp_path / "operators.json") == measured.measured
-    again = MeasuredCosts(CollectiveTimes((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
+    again = MeasuredCosts({1024: 1.0}, load_numbers(tmp_path / "operators.json"))
     assert again.operator_s(aten.mm.default, inputs, {}) == 0.5 and len(calls) == 3
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.read_job import read_job
+from fusedmoe.models.job_files import read_job
 from fusedmoe.models.transformer import Transformer
 
 pytest.importorskip("torchtitan")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fusedmoe.autograd.order import order
+from fusedmoe.kernels.layout import define_arrival_order, define_tiles
 from fusedmoe.kernels.one_sided import define_arrivals, define_sends
-from fusedmoe.kernels.tiles import define_arrival_order, define_tiles
 
 MULTIPROCESSORS, ROWS, COLUMNS, BAND, TOKENS = 132, 128, 256, 8, 128
 

@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 
 import fusedmoe.kernels.triton
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.generation import TABLE_SHARED_BYTES, generation, generation_of
+from fusedmoe.kernels.backend import INTERPRET, TABLE_SHARED_BYTES, generation, generation_of
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, candidates
 
 KIB = 1024

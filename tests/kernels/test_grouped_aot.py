@@ -23,7 +23,7 @@ from fusedmoe.kernels.gluon.grouped import launch as gluon_launch
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Network, PeerSignal, Put, Wait
-from fusedmoe.kernels.triton import tiles
+from fusedmoe.kernels.triton import layout as triton_layout
 from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, up
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import (
@@ -91,7 +91,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for module in KERNELS:
         name = f"{module.__name__.rpartition('.')[2]}_kernel"
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
-    monkeypatch.setattr(tiles, "tiles_kernel", Recorder(tiles.tiles_kernel, []))
+    monkeypatch.setattr(triton_layout, "tiles_kernel", Recorder(triton_layout.tiles_kernel, []))
     return found
 
 

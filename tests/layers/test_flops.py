@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe
 from fusedmoe import Schedule, Topology, autograd
+from fusedmoe.autograd.grouped import grouped_linear
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.engine.collectives_dispatcher import Collectives
 from fusedmoe.engine.dispatcher import Routed
@@ -81,9 +82,9 @@ def test_flops_of_grouped_linear_equal_formula() -> None:
     layout = autograd.order(torch.randint(0, E, (S, K)), E)
     rows = autograd.permute(x, layout)
     once = 2 * layout.rows * D * H
-    assert _counted(lambda: autograd.grouped_linear(rows, layout, weight)) == once
-    assert _counted(lambda: autograd.grouped_linear(rows, layout, weight).sum().backward(retain_graph=True)) == 3 * once
-    assert _counted(lambda: autograd.grouped_linear(rows.detach(), layout, weight).sum().backward()) == 2 * once
+    assert _counted(lambda: grouped_linear(rows, layout, weight)) == once
+    assert _counted(lambda: grouped_linear(rows, layout, weight).sum().backward(retain_graph=True)) == 3 * once
+    assert _counted(lambda: grouped_linear(rows.detach(), layout, weight).sum().backward()) == 2 * once
 
 
 def _on_all_ranks(topology: Topology, count: int) -> int:

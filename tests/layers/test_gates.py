@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import textwrap
 from typing import Any
 
 import pytest
@@ -378,12 +377,23 @@ def test_gshard_has_zero_initialized_noise_weights() -> None:
     assert torch.equal(fresh.noise_weight_EM, torch.zeros(4, 3))
 
 
-def test_docstring_example_gate_routes_and_trains() -> None:
-    """`Gate`'s example routes, trains, and returns equal results for micro-batches and the whole batch."""
-    _, example = (Gate.__doc__ or "").split("nearest vectors:\n")
-    names: dict[str, Any] = {"Gate": Gate, "torch": torch, "top_experts": top_experts}
-    exec(textwrap.dedent(example.split("`MoELayer` calls")[0]), names)
-    gate = names["Nearest"](experts=5, k=2)
+class Nearest(Gate):
+    splits = True
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"center_EM": (self.experts, model_dim)}
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return (-torch.cdist(x_SM, self.center_EM, compute_mode="donot_use_mm_for_euclid_dist"),)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        expert_SK = top_experts(scores[0], self.k)
+        return self.routing(expert_SK, scores[0].gather(1, expert_SK).softmax(1), scores[0])
+
+
+def test_custom_gate_routes_and_trains() -> None:
+    """A gate of `score` and `choose` trains, and returns equal results for micro-batches and the whole batch."""
+    gate: Any = Nearest(experts=5, k=2)
     gate.setup(4)
     assert gate.splits
     x = torch.randn(9, 4)

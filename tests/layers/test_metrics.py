@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe
 from fusedmoe import ConfigError, MoELayer, RankError, Topology, experts, gates
 from fusedmoe.layers.load import RoutingCounters, expert_load
-from fusedmoe.metrics import JsonLines, Metrics, TensorBoard
+from fusedmoe.metrics import Metrics
 from fusedmoe.schedule.timeline import Span
 from tests.cluster import Cluster
 from tests.training.host_reads import HostReads, fake_gpu
@@ -283,34 +279,3 @@ def test_metrics_rejects_invalid_arguments_and_second_use() -> None:
     Metrics(layer)
     with pytest.raises(ConfigError, match=r"close\(\)"):
         Metrics(layer)
-
-
-def test_json_lines_and_tensorboard_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    for number in (1, 2):
-        lines.write(number, {"moe/dropped": number / 4})
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert found == [{"step": 1, "moe/dropped": 0.25}, {"step": 2, "moe/dropped": 0.5}]
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        TensorBoard(tmp_path)
-    written: list[tuple[str, float, int]] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
-
-        def add_scalar(self, key: str, value: float, step: int) -> None:
-            written.append((key, value, step))
-
-        def close(self) -> None:
-            written.append(("closed", 0.0, 0))
-
-    package = ModuleType("torch.utils.tensorboard")
-    package.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
-    board = TensorBoard(tmp_path)
-    board.write(3, {"moe/dropped": 0.5})
-    board.close()
-    assert written == [("moe/dropped", 0.5, 3), ("closed", 0.0, 0)]

@@ -17,6 +17,7 @@ import fusedmoe
 from fusedmoe import ConfigError, experts, gates, orders
 from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
+from fusedmoe.experts.networks import RowExperts
 from tests.cluster import Cluster
 from tests.marks import slowly
 
@@ -289,7 +290,7 @@ def test_pipeline_with_shared_expert(cluster: Cluster) -> None:
     cluster.run(2, compare_with_experts, experts.SwiGLU(H), experts.FeedForward(H), (2, 3))
 
 
-class Double(experts.RowExperts):
+class Double(RowExperts):
     """Experts differentiated by autograd, whose backward uses the forward's chunks."""
 
     def make(self, model_dim: int, place: Any, seed: int, **_: Any) -> None:

@@ -20,7 +20,8 @@ from fusedmoe.autograd.parallel import MpInput, sum_gradient
 from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.gates.base import Routing
-from fusedmoe.hooks import HookContext, Hooks, WireCast, WireFp8
+from fusedmoe.hooks import HookContext, Hooks, WireCast
+from fusedmoe.kernels.wire import pack_fp8, unpack_fp8
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from tests.cluster import Cluster
 from tests.layers.test_hooks import SEAMS, Note
@@ -126,6 +127,22 @@ def compare_with_no_overlap(
 # Hooks.
 
 
+class Packed(Hooks):
+    """Sends rows in another dtype and width."""
+
+    def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
+        context.memory[self] = rows.dtype
+        return pack_fp8(rows)
+
+    def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
+        return unpack_fp8(rows, context.memory[self])
+
+    before_combine, after_combine = before_dispatch, after_dispatch
+
+    def __repr__(self) -> str:
+        return "Packed()"
+
+
 class Bend(Hooks):
     """Bend a layer's inputs and outputs in forward, and scale their gradients."""
 
@@ -148,7 +165,7 @@ def test_pipeline_hooks_equal_no_overlap(degrees: tuple[int, int], options: dict
 
 
 def test_pipeline_hooks_with_autograd_experts() -> None:
-    compare_with_no_overlap(0, 1, {}, (3, 3), (5,), {"hooks": [WireFp8()], "network": Double})
+    compare_with_no_overlap(0, 1, {}, (3, 3), (5,), {"hooks": [Packed()], "network": Double})
 
 
 @pytest.mark.parametrize("how", [{"recompute": True}, {"along": "positions"}], ids=str)
@@ -167,7 +184,7 @@ def test_pipeline_hooks_with_recompute_and_positions(how: dict[str, Any]) -> Non
 )
 def test_pipeline_hooks_on_ranks(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
     cluster.run(
-        world, compare_with_no_overlap, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [WireFp8(), Bend()], "factor": 1.0}
+        world, compare_with_no_overlap, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [Packed(), Bend()], "factor": 1.0}
     )
 
 

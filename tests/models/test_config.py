@@ -146,12 +146,14 @@ def test_costs_count_the_dense_part_of_the_published_model() -> None:
     work = block_workload(config, 2, 1, 1, 4)
     first, moe = config.dense_work(0), config.dense_work(1)
     tokens = config.batch * config.seq_len
-    assert work.projection_flop() == 2 * tokens * (moe.attention + moe.feed_forward)
-    assert work.attention_flop() == work.projection_flop() + 4 * tokens * 64 * 4 * 48
+    projections, attention = work.dense_flop(work.dense)
+    assert projections == 2 * tokens * (moe.attention + moe.feed_forward)
+    assert attention == 4 * tokens * 64 * 4 * 48
     model = CostModel({"gemm": Line(0.0, 1.0), "all-to-all/ep": Line(0.0, 1.0)})
     layers = work.step_costs(model, [0, 0], work.volumes(), before=[[first], []]).layers
     attention_s = [layer.dense_s["forward"]["attention"] for layer in layers]
-    assert attention_s[1] == work.attention_flop()
+    assert attention_s[1] == projections + attention
     assert attention_s[0] - attention_s[1] == sum(work.dense_flop(first))
     # The dense part of the papers is unchanged without a head dim.
-    assert block_workload(replace(config, head_dim=None), 2, 1, 1, 4).projection_flop() == 8 * tokens * 128**2
+    by_width = block_workload(replace(config, head_dim=None), 2, 1, 1, 4)
+    assert by_width.dense_flop(by_width.dense)[0] == 8 * tokens * 128**2

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.job_files import HF_TYPES
-from fusedmoe.models.read_job import read_job
+from fusedmoe.models.job_files import HF_TYPES, read_job
 from fusedmoe.models.transformer import Transformer
 from tests.marks import slowly
 

@@ -8,8 +8,7 @@ import torch
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.latent_attention import LatentAttention
-from fusedmoe.models.tensor_parallel import TokenSplit
+from fusedmoe.models.tensor_parallel import LatentAttention, TokenSplit
 
 LATENT = {"head_dim": 20, "kv_rank": 6, "rope_dim": 8, "value_dim": 10}
 

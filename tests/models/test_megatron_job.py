@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.job_files import TrainingState
+from fusedmoe.models.external_job import TrainingState
+from fusedmoe.models.job_files import read_job
 from fusedmoe.models.megatron_job import line_arguments, megatron_job, yaml_arguments
-from fusedmoe.models.read_job import read_job
 from fusedmoe.models.transformer import Transformer
 
 FILES = Path(__file__).parents[1] / "data" / "job_files"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,15 +17,24 @@ from bench.placement.baselines import CLUSTER_A
 from bench.placement.exact import fewest_copies, least_busiest, price_gap
 from bench.placement.made_loads import make_loads
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.balance import Balance, auto_balance, balance, cheapest_balance, exposed_s
-from fusedmoe.placement.hecate import exposed_gather_s
+from fusedmoe.placement.balance import Balance, balance, cheapest_balance
 from fusedmoe.placement.placement import NodeLayout, Placement
-from fusedmoe.placement.traffic import EXCHANGES, PlacementCosts, exchange_s, gather_transfers, layer_s, transfers_s
+from fusedmoe.placement.traffic import (
+    EXCHANGES,
+    PlacementCosts,
+    exchange_s,
+    exposed_s,
+    gather_transfers,
+    layer_s,
+    transfers_s,
+)
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
 from tests.placement.placements import situations
+
+auto_balance = partial(cheapest_balance, planning_s=0.0)
 
 UGLY = ("as drawn", "nothing", "one expert", "one rank", "one row")
 
@@ -188,7 +198,7 @@ def test_cheapest_balance_replicates_only_if_cheaper():
     tokens_WE = trace.tokens_ILWE[0, 0]
     found = cheapest_balance(even, tokens_WE, node_layout, 2, CLUSTER_A)
     assert_valid_balance(found, even, 2)
-    seconds = layer_s(found.load, CLUSTER_A) + exposed_gather_s(even, found.placement, node_layout, CLUSTER_A)
+    seconds = layer_s(found.load, CLUSTER_A) + exposed_s(even, found.placement, node_layout, CLUSTER_A)
     without = balance(even, tokens_WE, node_layout, 0)
     assert seconds < layer_s(without.load, CLUSTER_A) / 2
     dear = replace(CLUSTER_A, expert_bytes=10**12)
@@ -210,7 +220,7 @@ COSTS = (
 def auto_balance_s(found: Balance, before: Placement, costs: PlacementCosts) -> float:
     """Compute the seconds by definition: new replicas are sent to the placement, and their gradients back."""
     kept = Placement.holding(before.owners, before.holds_EW & found.placement.holds_EW)
-    return layer_s(found.load, costs) + exposed_gather_s(kept, found.placement, found.node_layout, costs)
+    return layer_s(found.load, costs) + exposed_s(kept, found.placement, found.node_layout, costs)
 
 
 @settings(deadline=None)
@@ -276,14 +286,14 @@ def test_exposed_time_of_docstring_example():
     before, after = Placement.parse("0: 0 2\n1: 1"), Placement.parse("0: 0 2\n1: 1 +0")
     tokens_WE, computed_EV = np.array([[4, 2, 2], [2, 1, 0]]), np.array([[4, 2], [0, 3], [2, 0]])
     costs, found = PlacementCosts(1.0, 1, 5, 0, 1.0, 1.0), Balance(after, tokens_WE, computed_EV, NodeLayout(2, 1))
-    assert exposed_s(before, found, costs) == 5 + 5
-    assert exposed_s(before, found, costs, hidden_s=3.0) == 5 + 2
-    assert exposed_s(before, found, costs, hidden_s=5.0) == 5
-    assert exposed_s(after, found, costs) == 0
+    assert exposed_s(before, found.placement, found.node_layout, costs) == 5 + 5
+    assert exposed_s(before, found.placement, found.node_layout, costs, hidden_s=3.0) == 5 + 2
+    assert exposed_s(before, found.placement, found.node_layout, costs, hidden_s=5.0) == 5
+    assert exposed_s(after, found.placement, found.node_layout, costs) == 0
     # Gradients of the previous replicas use 5 s of the hidden time: one more from rank 0 to rank 1.
     two = Placement.parse("0: 0 2\n1: 1 +0 +2")
     more = Balance(two, tokens_WE, computed_EV, NodeLayout(2, 1))
-    assert exposed_s(after, more, costs, hidden_s=8.0) == 5 + 2
+    assert exposed_s(after, more.placement, more.node_layout, costs, hidden_s=8.0) == 5 + 2
 
 
 # A layer's forward and backward pass, with the tasks after it.
@@ -320,10 +330,10 @@ def test_exposed_time_equals_simulation(case, m, costs, hidden_s, dear):
     # Gradients of new replicas follow those of the previous replicas on the same link: the bytes add up.
     costs = replace(costs, token_s=dear * costs.token_s, intra_bytes_s=1e9)
     found = balance(before, tokens_WE, node_layout, m)
-    whole_s = exposed_gather_s(before, found.placement, node_layout, costs)
-    assert exposed_s(before, found, replace(costs, token_s=0.0)) == pytest.approx(whole_s)
-    priced_s = exposed_s(before, found, costs, hidden_s)
-    assert -1e-12 <= priced_s <= exposed_s(before, found, costs) <= whole_s + 1e-9
+    whole_s = exposed_s(before, found.placement, node_layout, costs)
+    assert exposed_s(before, found.placement, found.node_layout, replace(costs, token_s=0.0)) == pytest.approx(whole_s)
+    priced_s = exposed_s(before, found.placement, found.node_layout, costs, hidden_s)
+    assert -1e-12 <= priced_s <= exposed_s(before, found.placement, found.node_layout, costs) <= whole_s + 1e-9
     if hidden_s:  # else previous replicas have no effect
         assert priced_s == pytest.approx(simulated_exposed_s(before, found, costs, hidden_s), rel=1e-9, abs=1e-9)
 

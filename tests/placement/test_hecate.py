@@ -114,22 +114,6 @@ def test_overlap_degree_of_examples_and_invalid_arguments():
             overlap_degree(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("load_E", "ranks", "t", "m"),
-    [
-        ([1, 2], 4, 1, 1),
-        ([1, 2, 3, 4], 8, 1, 1),
-        ([1, -2, 3, 4], 4, 1, 1),
-        ([1, math.nan, 3, 4], 4, 1, 1),
-        ([1, 2, 3, 4], 4, -1, 1),
-        ([1, 2, 3, 4], 4, 1, -1),
-    ],
-)
-def test_materialise_rejects_invalid_arguments(load_E, ranks, t, m):
-    with pytest.raises(ConfigError, match="materialisation"):
-        materialise(Placement.even(4, 4), load_E, NodeLayout(ranks, 2), t, m)
-
-
 #: Communication inside a node is free.
 COSTS = replace(CLUSTER_A, intra_bytes_s=1e300)
 
@@ -438,18 +422,7 @@ def test_uneven_detects_imbalanced_owners():
     assert is_uneven([Placement.parse("0: 0 1\n1: 2")], [[10, 10, 10]])
 
 
-def test_reshard_rejects_invalid_shardings():
-    even, node_layout = [Placement.even(4, 4)] * 2, NodeLayout(4, 2)
-    for shardings, load_LE, where in (
-        (even, np.ones((1, 4)), node_layout),
-        (even, np.ones((2, 5)), node_layout),
-        (even, np.ones((2, 4)), NodeLayout(8, 2)),
-        (even, -np.ones((2, 4)), node_layout),
-        ([even[0], Placement.even(4, 5)], np.ones((2, 4)), node_layout),
-        ([even[0], Placement.parse("0: 0 1\n1: 2 3 +0\n2:\n3:")], np.ones((2, 4)), node_layout),
-        ([], np.ones((0, 4)), node_layout),
-    ):
-        with pytest.raises(ConfigError, match="sharding"):
-            reshard(shardings, load_LE, where, 1)
+def test_moves_reject_other_layers():
+    even = [Placement.even(4, 4)] * 2
     with pytest.raises(ConfigError, match="moves"):
         moves(even, even[:1])

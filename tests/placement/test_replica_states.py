@@ -15,8 +15,7 @@ from fusedmoe.experts.networks import FeedForward, Place
 from fusedmoe.placement.expert_table import ExpertTable
 from fusedmoe.placement.expert_transport import SparseCollectives, SparseWork
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.replica_state import TRANSITIONS, ReplicaEvent, ReplicaState, after
-from fusedmoe.placement.replicas import Replicas
+from fusedmoe.placement.replicas import TRANSITIONS, ReplicaEvent, Replicas, ReplicaState, after
 from fusedmoe.placement.traffic import Transfer
 
 PAGE = (Path(__file__).parents[2] / "docs/life-of-a-replica.md").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ from fusedmoe import autograd
 from fusedmoe.autograd import parallel
 from fusedmoe.autograd.gate import gate_from_logits as gate_of_logits
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, reduce_scatter
-from fusedmoe.autograd.moves import received_layout as layout_of_received
 from fusedmoe.autograd.order import take_pairs as values_of_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import exchange_metadata
@@ -241,16 +240,6 @@ def rule(draw: Draw) -> Case:
     return GateRule, given, spoils
 
 
-def received_layout(draw: Draw) -> Case:
-    counts_RE = torch.randint(0, 4, (draw.size(1, 4), draw.size(1, 4)))
-    given = {"counts_RE": counts_RE, "rows": int(counts_RE.sum())}
-    spoils: dict[str, list[Spoil]] = {
-        "counts_RE": [deeper, no_tensor, lambda _, x: x - 5, lambda _, x: x.double()],
-        "rows": [lambda _, x: x + 1, lambda _, x: x - 1],
-    }
-    return layout_of_received, given, spoils
-
-
 def _alone() -> tuple[Any, Any]:
     topology = Topology()
     return make_all_to_all("direct", topology), topology.esp
@@ -398,7 +387,6 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "gate": gate,
     "gate_from_logits": gate_from_logits,
     "rule": rule,
-    "received_layout": received_layout,
     "exchange": exchange,
     "moves": moves,
     "through_experts": through_experts,

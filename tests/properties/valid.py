@@ -10,7 +10,6 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe import autograd
 from fusedmoe.autograd.gate import gate_from_logits as gate_of_logits
-from fusedmoe.autograd.moves import received_layout as layout_of_received
 from fusedmoe.autograd.order import take_pairs as values_of_pairs
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import exchange_metadata
@@ -98,14 +97,6 @@ def gate_from_logits(draw: Draw) -> None:
         logits_SE = logits_SE.detach().abs().requires_grad_()
     choice = gate_of_logits(logits_SE, rule, bias_E)
     _same_choice(choice, logits_SE, rule, bias_E, {"logits_SE": logits_SE})
-
-
-def received_layout(draw: Draw) -> None:
-    peers, experts = draw.size(1, 4), draw.size(1, 4)
-    counts_RE = torch.randint(0, 4, (peers, experts))
-    expert_R1 = torch.tensor([[e] for row in counts_RE.tolist() for e, n in enumerate(row) for _ in range(n)])
-    expected = define_layout(expert_R1.long().reshape(-1, 1), experts)
-    same_layout(layout_of_received(counts_RE, int(counts_RE.sum()) if draw.maybe() else None), expected)
 
 
 def through_experts(draw: Draw) -> None:
@@ -228,7 +219,6 @@ PROPERTIES: dict[str, Callable[[Draw], None]] = {
     "experts": experts,
     "gate": gate,
     "gate_from_logits": gate_from_logits,
-    "received_layout": received_layout,
     "through_experts": through_experts,
     "layer": layer,
 }

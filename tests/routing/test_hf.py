@@ -179,7 +179,7 @@ def test_module_with_two_routers_is_rejected() -> None:
     model = nn.ModuleDict()
     model["a"], model["b"] = (experts_of(make("mixtral", "eager"))[0] for _ in range(2))
     with pytest.raises(ConfigError, match="has two routers"):
-        routing.routers(model)
+        routing.find_routers(model)
 
 
 def replay_on_ranks(rank: int, world: int, folder: str, sizes: dict[str, int]) -> tuple[list[Tensor], Tensor]:

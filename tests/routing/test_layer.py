@@ -65,7 +65,7 @@ class _Private(nn.Module):
 def test_private_module_name_is_not_a_wrapper() -> None:
     models = [nn.Sequential(_Private()), nn.Sequential(_Private(nn.Dropout(0.0)))]
     models += [nn.Sequential(torch.compile(_Private(), backend="eager")), nn.Sequential(checkpoint_wrapper(_Private()))]
-    assert [list(routing.routers(model)) for model in models] == [["0._moe"]] * 4
+    assert [list(routing.find_routers(model)) for model in models] == [["0._moe"]] * 4
 
 
 def with_perturbed_routers(model: nn.Module, seed: int = 9) -> nn.Module:
@@ -101,7 +101,7 @@ def gradients(model: nn.Module, y: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("count", [13, 1, 0])
 def test_replay_repeats_experts_in_other_router(gate: str, count: int) -> None:
     layer, x = layer_of(gate), tokens(count)
-    (name,) = routing.routers(layer)
+    (name,) = routing.find_routers(layer)
     wanted = record_choices(layer, x)[name]
     other = with_perturbed_routers(layer)
     torch.manual_seed(5)
@@ -295,7 +295,7 @@ def test_sequential_forwards_consume_choices_in_order() -> None:
     with routing.record(model, device="cpu") as choices:
         for count in (3, 0, 4):
             model(tokens(count, count))
-    assert list(choices) == routing.routers(model) == ["layers.0", "layers.1"]
+    assert list(choices) == list(routing.find_routers(model)) == ["layers.0", "layers.1"]
     other, parts = with_perturbed_routers(model), [3, 4]
     with routing.replay(other, choices), routing.record(other) as found:
         model_input = torch.cat([tokens(3, 3), tokens(4, 4)])

@@ -17,9 +17,9 @@ from fusedmoe.schedule.timeline import Span, align
 
 def test_spans_record_times_of_their_bodies():
     recorder = Recorder(rank=3)
-    with recorder.span("D", kind="dispatch", resource="inter", chunk=1, layer=2, phase="backward"):
+    with span(recorder, "D", kind="dispatch", resource="inter", chunk=1, layer=2, phase="backward"):
         time.sleep(0.02)
-    with recorder.span("E", kind="expert"):
+    with span(recorder, "E", kind="expert"):
         pass
     timeline = recorder.timeline()
     assert (timeline.rank, timeline.source) == (3, "measured")
@@ -52,14 +52,14 @@ def test_span_helper_passes_all_fields_to_recorder():
 )
 def test_unknown_kind_resource_or_phase_is_rejected(words):
     with pytest.raises(ConfigError, match="is not one of"):
-        Recorder().span("x", **words)
+        span(Recorder(), "x", **words)
 
 
 def test_raising_body_leaves_no_span():
     recorder = Recorder()
-    with pytest.raises(ZeroDivisionError), recorder.span("x", kind="gate"):
+    with pytest.raises(ZeroDivisionError), span(recorder, "x", kind="gate"):
         raise ZeroDivisionError
-    with recorder.span("y", kind="gate"):
+    with span(recorder, "y", kind="gate"):
         pass
     assert [s.name for s in recorder.timeline().spans] == ["y"]
 
@@ -79,9 +79,9 @@ def test_no_backward_span_without_gradient(grad: bool):
     opened: list[str | None] = []
 
     class Noting(Recorder):
-        def span(self, name, *, phase=None, **what):
-            opened.append(phase)
-            return super().span(name, phase=phase, **what)
+        def timer(self, what: Span):
+            opened.append(what.phase)
+            return super().timer(what)
 
     x = torch.ones(2, 2, requires_grad=not grad)
     with torch.set_grad_enabled(grad):
@@ -91,13 +91,13 @@ def test_no_backward_span_without_gradient(grad: bool):
 
 def test_clear_resets_time_and_discards_open_spans():
     recorder = Recorder()
-    with recorder.span("old", kind="gate"):
+    with span(recorder, "old", kind="gate"):
         pass
-    with recorder.span("open", kind="gate"):
+    with span(recorder, "open", kind="gate"):
         time.sleep(0.01)
         old_anchor_s = recorder.timeline().anchor_s
         recorder.clear()
-    with recorder.span("new", kind="gate"):
+    with span(recorder, "new", kind="gate"):
         pass
     timeline = recorder.timeline()
     assert [s.name for s in timeline.spans] == ["new"]
@@ -110,7 +110,7 @@ def test_threads_record_concurrently():
 
     def work(chunk: int) -> None:
         for layer in range(200):
-            with recorder.span("g", kind="gate", chunk=chunk, layer=layer):
+            with span(recorder, "g", kind="gate", chunk=chunk, layer=layer):
                 pass
 
     threads = [threading.Thread(target=work, args=(chunk,)) for chunk in range(4)]
@@ -129,7 +129,7 @@ def test_align_matches_recorders_with_different_clocks(monkeypatch: pytest.Monke
     one = Recorder(rank=0, clock=lambda: 7.0 + now_s[0])
     now_s[0] = 0.05
     two = Recorder(rank=1, clock=lambda: 300.0 + now_s[0])
-    with one.span("a", kind="gate"), two.span("b", kind="gate"):
+    with span(one, "a", kind="gate"), span(two, "b", kind="gate"):
         now_s[0] += 0.001
     raw = [recorder.timeline() for recorder in (one, two)]
     assert raw[0].start_s - raw[1].start_s == pytest.approx(0.05)
@@ -184,10 +184,10 @@ def test_cuda_spans_use_event_times(monkeypatch):
     recorder = Recorder(rank=1, device="cuda:0")
     waits = device.synchronized
     device.work_s += 0.5
-    with recorder.span("E", kind="expert", chunk=0):
+    with span(recorder, "E", kind="expert", chunk=0):
         device.work_s += 0.25
     device.work_s += 0.125
-    with recorder.span("E", kind="expert", chunk=1):
+    with span(recorder, "E", kind="expert", chunk=1):
         device.work_s += 1.0
     assert device.synchronized == waits  # recording does not wait
     timeline = recorder.timeline()
@@ -202,7 +202,7 @@ def test_cuda_span_covers_kernel_time():
     x = torch.rand(2048, 2048, device="cuda")
     for _ in range(3):  # the first ones load the kernels
         recorder.clear()
-        with recorder.span("E", kind="expert"):
+        with span(recorder, "E", kind="expert"):
             for _ in range(50):
                 x @ x
         issued_s = recorder._now() - recorder._zero_s

@@ -21,7 +21,6 @@ from fusedmoe.schedule.draw import (
     Timelines,
     draw,
     figure,
-    free_of,
     ground_of,
     ms,
     stripes_of,
@@ -313,7 +312,7 @@ def test_stripes_distinguish_fused_kinds():
     for kind, parts in FUSED.items():
         ground, *bands = looks[kind]
         assert ground == (0.0, 1.0, COLOURS["expert"]) and len(bands) == len(parts) - 1
-        top, bottom = free_of(bands)
+        top, bottom = bands[0].bottom, bands[1].top
         assert 0 <= top < bottom <= 1 and bottom - top >= 0.5
         ordered = sorted(bands)
         assert [band.colour for band in ordered] == [COLOURS[part] for part in parts if part != "expert"]

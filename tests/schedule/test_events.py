@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
-from fusedmoe.schedule.events import IDLE_ONLY, followers_of, issue_order, run, run_in_order
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.task import FUSED, LINKS, RESOURCES, Task, resources_of
+from fusedmoe.schedule.simulate import IDLE_ONLY, makespan, run, run_in_order, simulate
+from fusedmoe.schedule.task import FUSED, LINKS, RESOURCES, Task, followers_of, issue_order, resources_of
 from tests.schedule.plans import random_contention
 from tests.schedule.test_simulate import by_definition
 

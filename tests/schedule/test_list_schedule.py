@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Durations
-from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task_orders import ListSchedule, list_plan
 from tests.schedule.plans import ORDERS, random_contention, random_costs
 
 GRADIENT = "gradient-all-reduce"

@@ -10,13 +10,13 @@ import pytest
 
 from fusedmoe.schedule.cost import NO_CONTENTION, CostModel, Durations, Line
 from fusedmoe.schedule.machines import TESTBEDS
-from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PIPELINE, RESOURCES, resources_of, standard_dependencies
+from fusedmoe.schedule.task_orders import improved_order
 from fusedmoe.schedule.workload import Workload
 from tests.marks import slowly
 from tests.schedule.plans import random_contention

@@ -50,7 +50,7 @@ def test_pass_options_equal_choose_degree():
 
 def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCosts, list[PassOption]]:
     costs = LayerCosts({"forward": {}, "backward": {}}, {"backward": {"attention": dense_s}}, gradient_bytes)
-    return costs, [PassOption(three_queues, 1, 10.0 - slack_s, 10.0)]
+    return costs, [PassOption(10.0 - slack_s, 10.0)]
 
 
 def test_fill_free_of_worked_example():
@@ -73,7 +73,7 @@ def test_fill_free_takes_at_most_ready_bytes():
 def test_search_moves_remaining_bytes_to_other_degree():
     # Nothing is free, but with its second option layer 0 is only 0.5 s longer and hides 2.5 s.
     first, _ = layer(0.0, 0.0, 1000)
-    of = [[PassOption(three_queues, 2, 10.0, 10.0), PassOption(three_queues, 1, 8.0, 10.5)]] * 2
+    of = [[PassOption(10.0, 10.0), PassOption(8.0, 10.5)]] * 2
     costs = StepCosts((first, first), Line(1.0, 1e-3))
     start = fill_free(costs, of)
     assert start == GradientPartition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.schedule.candidates import OFF, PlanCandidate
+from fusedmoe.schedule.candidates import OFF, Entry, PlanCandidate
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import TRANSITIONS, WINDOW, Phase, PlanChooser, PlanSource
 from fusedmoe.schedule.task import PIPELINE, Task
-from fusedmoe.schedule.trials import Entry
 
 SHARE, STEPS = 0.02, 500
 

@@ -12,7 +12,6 @@ from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
@@ -22,6 +21,7 @@ from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Degrees, gradient_buckets
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import PHASES, RESOURCES, Task
+from fusedmoe.schedule.task_orders import fill_idle_slots
 from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_contention
 

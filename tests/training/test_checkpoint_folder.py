@@ -1,11 +1,9 @@
-"""Flipped bits, missing files and old formats: a load refuses and changes nothing, or loads the right numbers."""
+"""Flipped bits and missing files: a load refuses and changes nothing, or loads the right numbers."""
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
-import warnings
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,15 +19,12 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import checkpoint_reader, load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_folder import write_folder
-from fusedmoe.training.earlier_formats import convert_checkpoint
 from fusedmoe.training.shard_spec import RowShard
 from tests.cluster import Cluster
 from tests.training.planted import rewrite
-from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
+from tests.training.toy import ONE, Sizes, Toy, make_optimizer, train
 
 CURE = "Copy it again, or load another checkpoint."
-#: Two steps, as earlier versions wrote them: without checksums, and with an OrderedDict in `extra`.
-FORMAT_1, FORMAT_2 = (Path(__file__).parents[1] / "data" / f"checkpoint_format_{number}" for number in (1, 2))
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -163,71 +158,6 @@ def test_flipped_bits_are_rejected_on_all_ranks(
     for flip, *texts in zip(flips, *told, strict=True):
         assert len(set(texts)) == 1, "the same error on every rank"
         assert all(part in texts[0] for part in (str(path), "is damaged", flip.file, CURE)), (flip, texts[0])
-
-
-def converted(path: Path, to: Path) -> str | None:
-    """Convert a checkpoint; return the error's message, None without one."""
-    try:
-        convert_checkpoint(path, to)
-    except (ConfigError, RankError) as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("old", [FORMAT_1, FORMAT_2], ids=["format 1", "format 2"])
-def test_earlier_formats_convert_to_original_values(cluster: Cluster, tmp_path: Path, old: Path) -> None:
-    """The original numbers are loaded; damage is refused, or may be harmless without checksums."""
-    path, new = tmp_path / "checkpoint", tmp_path / "new"
-    shutil.copytree(old, path)
-    said, before, after = load(path, ONE, 0, Topology(), trained=True)
-    assert said is not None and f"Convert it: fusedmoe convert-checkpoint {path} NEW" in said and after == before
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert converted(path, new) is None
-    assert any("of format 1, without checksums" in str(one.message) for one in caught) == (old == FORMAT_1)
-    _, _, right = load(new, ONE, 0, Topology(), trained=True)
-    # Other versions of the kernels, which sum in another order, trained it.
-    trained = Toy()
-    train(trained, optimizer := make_optimizer("adamw", trained), ONE, 0, range(2))
-    torch.testing.assert_close(right.model, dict(trained.state_dict()), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(right.optimizer["state"], optimizer.state_dict()["state"], rtol=1e-9, atol=1e-12)
-    extra = load_checkpoint(new, trained, optimizer, Topology())
-    assert extra["step"] == 2 and (old == FORMAT_1 or extra["average"]._metadata[""] == {"version": 2})
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    texts = []
-    for flip in draw(seed, 20, path):
-        if old == FORMAT_2 or flip.file != ".metadata":
-            flip.apply(path)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                texts.append(converted(path, tmp_path / "flipped"))
-            if texts[-1] is None:
-                assert load(tmp_path / "flipped", ONE, 0, Topology(), trained=True)[::2] == (None, right), flip
-            flip.apply(path)
-    assert any(texts) and (old == FORMAT_1 or all(texts))
-    for text in filter(None, texts):
-        # Without checksums a damaged name is the name of an unknown class.
-        assert ("is damaged: " in text and CURE in text) or "of no known class" in text, text
-    cluster.run(2, loads_converted, new, right.model)
-
-
-def loads_converted(rank: int, world: int, path: Path, right: dict[str, Tensor]) -> None:
-    sizes = Sizes(2, ep=2)
-    said, _, held = load(path, sizes, rank, sizes.topology(), trained=False)
-    assert said is None
-    for name, value in right.items():
-        assert torch.equal(held.model[name], part(value, name, sizes, rank))
-
-
-def test_conversion_rejects_current_format_and_missing_files(tmp_path: Path) -> None:
-    save(0, 1, ONE, tmp_path / "checkpoint")
-    assert "needs no conversion" in str(converted(tmp_path / "checkpoint", tmp_path / "new"))
-    assert "there is no checkpoint at" in str(converted(tmp_path / "nowhere", tmp_path / "new"))
-    shutil.copytree(FORMAT_2, tmp_path / "old")
-    (tmp_path / "old" / ".checksums").unlink()
-    assert ".checksums is missing" in str(converted(tmp_path / "old", tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe import experts, gates
 from fusedmoe.blocks.pipeline import Parts
-from fusedmoe.experts.networks import Place
+from fusedmoe.experts.networks import Place, RowExperts
 from fusedmoe.metrics import Metrics
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
@@ -115,7 +115,7 @@ def test_expert_reset_after_meta_construction(kind: str, dtype: torch.dtype) -> 
 
 
 def test_custom_expert_reset_after_meta_construction() -> None:
-    class Own(experts.RowExperts):
+    class Own(RowExperts):
         def make(self, model_dim: int, place: Place, seed: int, *, device: Any, dtype: Any) -> None:
             drawn = [
                 torch.randn(model_dim, generator=torch.Generator().manual_seed(seed % 97 + n)) for n in place.numbers

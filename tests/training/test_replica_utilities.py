@@ -151,7 +151,7 @@ def _nested_fsdp1(rank: int, world: int) -> None:
         model = block()
         nest(model)
         model = FullyShardedDataParallel(model, device_id=device, use_orig_params=nest is original)
-        assert list(routing.routers(model)) == ["1.1"]
+        assert list(routing.find_routers(model)) == ["1.1"]
     model = block()
     model[0] = FullyShardedDataParallel(model[0], device_id=device)
     with _assert_rejected(model[1], "FullyShardedDataParallel"):

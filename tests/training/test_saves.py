@@ -6,65 +6,26 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import checkpoint_folder, checkpoint_reader, load_checkpoint, save_checkpoint
-from fusedmoe.training.earlier_formats import convert_checkpoint
 from tests.cluster import Cluster
-from tests.training.planted import changes, doubled, in_index, item, rewrite, rewritten, tamper
-from tests.training.test_checkpoint_folder import FORMAT_2, load, save
+from tests.training.planted import rewrite, rewritten
+from tests.training.test_checkpoint_folder import load, save
 from tests.training.toy import ONE, Sizes, Toy
 
 ALONE = Topology()
 slow = pytest.mark.slow
-
-
-LONGEST = "more parts than bytes"
-
-
-@pytest.mark.parametrize(
-    ("what", "sealed"),
-    [
-        pytest.param(what, sealed, marks=() if number % 4 == 2 * sealed and what != LONGEST else slow)
-        for number, what in enumerate(changes(Path()))
-        for sealed in (False, True)
-    ],
-)
-def test_tampered_pickles_are_rejected_without_executing_code(tmp_path: Path, what: str, sealed: bool) -> None:
-    """Pickles of format 2, which are converted."""
-    path, canary = tmp_path / "checkpoint", tmp_path / "canary"
-    shutil.copytree(FORMAT_2, path)
-    tamper(path, changes(canary)[what], sealed)
-    canary.unlink(missing_ok=True)  # reading the files to seal them may have created it
-    with warnings.catch_warnings(), pytest.raises((ConfigError, RankError)) as caught:
-        warnings.simplefilter("ignore")
-        convert_checkpoint(path, tmp_path / "new")
-    assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
-    assert not canary.exists() and not hasattr(Metadata, "fusedmoe_was_here")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoint"]
-
-
-def test_planner_data_is_ignored(tmp_path: Path) -> None:
-    path, new = tmp_path / "checkpoint", tmp_path / "new"
-    shutil.copytree(FORMAT_2, path)
-    convert_checkpoint(path, new)
-    _, _, right = load(new, ONE, 0, ALONE, trained=True)
-    tamper(path, in_index("planner_data", {"a": doubled(list), "b": doubled(tuple), "c": 10**300}))
-    convert_checkpoint(path, new)
-    assert load(new, ONE, 0, ALONE, trained=True)[::2] == (None, right)
 
 
 @pytest.mark.parametrize("what", rewritten(Path()))
@@ -82,20 +43,12 @@ class Own:
     """A user-defined class."""
 
 
-def test_custom_objects_are_rejected_by_save_and_conversion(tmp_path: Path) -> None:
+def test_custom_objects_are_rejected_by_save(tmp_path: Path) -> None:
     """Also classes that PyTorch has been told are safe."""
-    path = tmp_path / "checkpoint"
-    with torch.serialization.safe_globals([Own]):
-        with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class tests.*\.Own, which .* do not store"):
-            save_checkpoint(path, Toy(), None, ALONE, {"mine": Own()})
-        assert not any(tmp_path.iterdir())
-        shutil.copytree(FORMAT_2, path)
-        tamper(path, item("extra", {"mine": Own()}))
-        with pytest.raises(ConfigError, match=r"extra\['mine'\] is of class tests.*\.Own, which .* do not store"):
-            convert_checkpoint(path, tmp_path / "new")
-    with pytest.raises(ConfigError, match=r"was not converted: it holds something of tests.*\.Own"):
-        convert_checkpoint(path, tmp_path / "new")
-    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+    refused = pytest.raises(ConfigError, match=r"extra\['mine'\] is of class tests.*\.Own, which .* do not store")
+    with torch.serialization.safe_globals([Own]), refused:
+        save_checkpoint(tmp_path / "checkpoint", Toy(), None, ALONE, {"mine": Own()})
+    assert not any(tmp_path.iterdir())
 
 
 def model_of_number(number: int) -> Toy:

@@ -42,7 +42,7 @@ def test_small_gate_product_is_summed_in_order(shape: tuple[int, int, int]) -> N
     S, E, M = shape
     x_SM = torch.randn(M, S).t().requires_grad_()  # not contiguous
     weight_EM = torch.randn(E, M, requires_grad=True)
-    logits_SE = gate_product(x_SM, weight_EM, fp32=False)
+    logits_SE = gate_product(x_SM, weight_EM)
     expected = logits_in_order(x_SM.detach().numpy(), weight_EM.detach().numpy())
     np.testing.assert_array_equal(logits_SE.detach().numpy(), expected)
 
@@ -56,10 +56,10 @@ def test_small_gate_product_is_summed_in_order(shape: tuple[int, int, int]) -> N
 def test_large_gate_product_equals_router_logits() -> None:
     for S, E, M, dtype in [(200, 8, 64, torch.float32), (4, 2, 66, torch.float32), (24, 4, 16, torch.float64)]:
         x_SM, weight_EM = torch.randn(S, M, dtype=dtype), torch.randn(E, M, dtype=dtype)
-        assert gate_product(x_SM, weight_EM, fp32=False).equal(router_logits(x_SM, weight_EM))
+        assert gate_product(x_SM, weight_EM).equal(router_logits(x_SM, weight_EM))
     x_SM, weight_EM = torch.randn(24, 16).bfloat16(), torch.randn(4, 16).bfloat16()
-    assert gate_product(x_SM, weight_EM, fp32=False).dtype == torch.bfloat16
-    assert gate_product(x_SM, weight_EM, fp32=True).equal(top.summed_in_order(x_SM.float(), weight_EM.float()))
+    assert gate_product(x_SM, weight_EM).dtype == torch.bfloat16
+    assert gate_product(x_SM.float(), weight_EM.float()).equal(top.summed_in_order(x_SM.float(), weight_EM.float()))
 
 
 D, E, P = 8, 4, 6

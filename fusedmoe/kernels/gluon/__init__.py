@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fusedmoe.compat.triton import GluonJITFunction
+from triton.experimental import gluon
+
 from fusedmoe.kernels.triton.jit import Kernel
 
 
-class GluonKernel(Kernel, GluonJITFunction):
+@gluon.jit
+def _kernel() -> None:
+    """Have the class of Gluon's kernels, which Gluon does not export."""
+
+
+class GluonKernel(Kernel, type(_kernel)):  # type: ignore[misc]
     """Gluon kernel that launches on the device of its first tensor argument."""
 
     # No fences as in `fusedmoe.kernels.triton.jit`: these kernels issue them explicitly.

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.backend import INTERPRET, generation_of
 from fusedmoe.kernels.experts import Gradients, HiddenRows, NeedsGrad, Weights
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.kernels.generation import generation_of
 from fusedmoe.kernels.grouped import at_least_float32
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, Tiles
 from fusedmoe.kernels.one_sided import Addresses, Put, Wait
-from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned_choice
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, aligned
 from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies, row_heights

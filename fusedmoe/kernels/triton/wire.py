@@ -1,4 +1,4 @@
-"""Pack and unpack rows for the wire; one program per row or block of its columns.
+"""Pack and unpack rows for the wire; one program per row and group of its columns.
 
 Rounds with integer operations on the bits, equal on every GPU, including GPUs without fp8.
 """
@@ -11,11 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.triton.jit import jit
-from fusedmoe.kernels.wire import E4M3_MAX, SCALE_BYTES, SCALE_MIN, fp8_dim
+from fusedmoe.kernels.wire import BLOCK, E4M3_MAX, MAX_MAGNITUDE, SCALE_MIN, fp8_dim, num_blocks, packed_width
 
-# Columns held by a program at a time; it loops over wider rows in blocks of _COLUMNS_OF_WIDE_ROWS.
-_MAX_COLUMNS = 4096
-_COLUMNS_OF_WIDE_ROWS = 2048
+# Most columns per program.
+_MAX_COLUMNS = 2048
 
 
 @triton.jit
@@ -41,71 +40,56 @@ def _e4m3_bits(x, inverse):
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit
-def _finite_magnitude(x):
-    magnitude = tl.abs(x)
-    return tl.where(magnitude < float("inf"), magnitude, 0.0)
-
-
 @jit
 def pack_fp8_kernel(
-    x_ptr, out_ptr, M, stride,
-    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, M, blocks, stride,
+    LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr, MOST: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    x_ptr += n * stride
-    out_ptr += n * (M + 4)
-    column = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + column, mask=column < M, other=0.0).to(tl.float32)
-    largest = _finite_magnitude(x)
-    if not WHOLE:
-        for first in range(BLOCK, M, BLOCK):
-            more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, _finite_magnitude(more))
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + n * stride + column, mask=column < M, other=0.0).to(tl.float32)
+    magnitude = tl.abs(x)
+    largest = tl.minimum(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), MOST)
     # Correctly rounded division: an approximate reciprocal could change the code.
-    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), LARGEST), SMALLEST_SCALE)
-    inverse = tl.div_rn(1.0, scale)
-    tl.store(out_ptr + column, _e4m3_bits(x, inverse), mask=column < M)
-    if not WHOLE:
-        for first in range(BLOCK, M, BLOCK):
-            more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
-            tl.store(out_ptr + first + column, _e4m3_bits(more, inverse), mask=first + column < M)
+    scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST_SCALE)
+    row_ptr = out_ptr + n * (M + 4 * blocks)
+    tl.store(row_ptr + column, _e4m3_bits(x, tl.div_rn(1.0, scale)[:, None]), mask=column < M)
     # A 4-byte store would be misaligned unless M is a multiple of four.
-    byte = tl.arange(0, 4)
-    tl.store(out_ptr + M + byte, ((scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF).to(tl.uint8))
+    byte = tl.arange(0, 4)[None, :]
+    bits = (scale.to(tl.int32, bitcast=True)[:, None] >> (8 * byte)) & 0xFF
+    tl.store(row_ptr + M + 4 * block[:, None] + byte, bits.to(tl.uint8), mask=block[:, None] < blocks)
 
 
 @jit
-def unpack_fp8_kernel(packed_ptr, out_ptr, M, AS_BF16: tl.constexpr, BLOCK: tl.constexpr):
+def unpack_fp8_kernel(
+    packed_ptr, out_ptr, M, blocks, AS_BF16: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    packed_ptr += n * (M + 4)
-    byte = tl.arange(0, 4)
-    scale = tl.sum(tl.load(packed_ptr + M + byte).to(tl.int32) << (8 * byte), 0).to(tl.float32, bitcast=True)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.load(packed_ptr + column, mask=column < M, other=0).to(tl.int32)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row_ptr = packed_ptr + n * (M + 4 * blocks)
+    byte = tl.arange(0, 4)[None, :]
+    bits = tl.load(row_ptr + M + 4 * block[:, None] + byte, mask=block[:, None] < blocks, other=0).to(tl.int32)
+    scale = tl.sum(bits << (8 * byte), 1).to(tl.float32, bitcast=True)
+    code = tl.load(row_ptr + column, mask=column < M, other=0).to(tl.int32)
     magnitude = code & 0x7F
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     number = tl.where(magnitude == 0x7F, float("nan"), number)
-    x = tl.where(code < 128, number, -number) * scale
+    x = tl.where(code < 128, number, -number) * scale[:, None]
     value = _bf16_bits(x) if AS_BF16 else x.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + n * M + column, value, mask=column < M)
-
-
-@jit
-def pack_bf16_kernel(x_ptr, out_ptr, M, stride, BLOCK: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + n * stride + column, mask=column < M, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n * M + column, _bf16_bits(x), mask=column < M)
 
 
 def pack_fp8(rows_NM: Tensor) -> Tensor:
     rows_NM = rows_NM if rows_NM.stride(1) == 1 else rows_NM.contiguous()
     rows, dim = rows_NM.shape
-    packed = rows_NM.new_empty((rows, dim + SCALE_BYTES), dtype=torch.uint8)
-    if rows:
-        pack_fp8_kernel[(rows,)](rows_NM, packed, dim, rows_NM.stride(0), **pack_constants(dim), **launch_options(dim))
+    packed = rows_NM.new_empty((rows, packed_width(dim)), dtype=torch.uint8)
+    if packed.numel():
+        blocks, constants, options = num_blocks(dim), pack_constants(dim), launch_options(dim)
+        grid = (rows, triton.cdiv(dim, columns(dim)))
+        pack_fp8_kernel[grid](rows_NM, packed, dim, blocks, rows_NM.stride(0), **constants, **options)
     return packed
 
 
@@ -114,33 +98,25 @@ def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
     rows, dim = packed.shape[0], fp8_dim(packed)
     out_NM = packed.new_empty((rows, dim), dtype=dtype)
     if out_NM.numel():
-        block = columns(dim)
         half = dtype == torch.bfloat16
         written = out_NM.view(torch.int16) if half else out_NM
-        grid = (rows, triton.cdiv(dim, block))
-        unpack_fp8_kernel[grid](packed, written, dim, AS_BF16=half, BLOCK=block, **launch_options(dim))
-    return out_NM
-
-
-def pack_bf16(rows_NM: Tensor) -> Tensor:
-    rows_NM = rows_NM if rows_NM.stride(1) == 1 else rows_NM.contiguous()
-    rows, dim = rows_NM.shape
-    out_NM = rows_NM.new_empty((rows, dim), dtype=torch.bfloat16)
-    if out_NM.numel():
-        block = columns(dim)
-        grid = (rows, triton.cdiv(dim, block))
-        written = out_NM.view(torch.int16)
-        pack_bf16_kernel[grid](rows_NM, written, dim, rows_NM.stride(0), BLOCK=block, **launch_options(dim))
+        grid = (rows, triton.cdiv(dim, columns(dim)))
+        unpack_fp8_kernel[grid](
+            packed, written, dim, num_blocks(dim), AS_BF16=half, **block_constants(dim), **launch_options(dim)
+        )
     return out_NM
 
 
 def columns(dim: int) -> int:
-    return max(128, triton.next_power_of_2(dim)) if dim <= _MAX_COLUMNS else _COLUMNS_OF_WIDE_ROWS
+    return min(_MAX_COLUMNS, max(BLOCK, triton.next_power_of_2(dim)))
 
 
 def pack_constants(dim: int) -> dict[str, float]:
-    block = columns(dim)
-    return {"LARGEST": E4M3_MAX, "SMALLEST_SCALE": SCALE_MIN, "WHOLE": dim <= block, "BLOCK": block}
+    return {"LARGEST": E4M3_MAX, "SMALLEST_SCALE": SCALE_MIN, "MOST": MAX_MAGNITUDE, **block_constants(dim)}
+
+
+def block_constants(dim: int) -> dict[str, int]:
+    return {"BLOCKS": columns(dim) // BLOCK, "BLOCK": BLOCK}
 
 
 def launch_options(dim: int) -> dict[str, int]:

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.order_search import improved_order
 from fusedmoe.schedule.passes import GradientPartition, Order, alternating, one_queue, one_queue_s, three_queues
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
@@ -32,6 +31,7 @@ from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StepCosts, chunk_times, gradient_ranges
 from fusedmoe.schedule.task import PHASES, TaskKind
+from fusedmoe.schedule.task_orders import improved_order
 from fusedmoe.schedule.workload import Workload
 
 TUTEL_DEGREES = (1, 2, 4, 8)

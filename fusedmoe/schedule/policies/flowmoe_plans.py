@@ -12,15 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
-from fusedmoe.schedule.step_costs import StepCosts, resource_bound_s
+from fusedmoe.schedule.step_costs import StepCosts, resource_work_s
 from fusedmoe.schedule.task import PHASES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task_orders import ListSchedule, list_plan
 
 #: Numbers of buckets to try for the largest gradient of a layer.
 BUCKETS = (1, 2, 4, 8, 16)
@@ -76,8 +77,21 @@ class StepSplit(NamedTuple):
         return self._replace(forward=degrees["forward"], backward=degrees["backward"])
 
     def bound_s(self, costs: StepCosts) -> float:
+        """Return a lower bound of the step time in seconds: the work of the busiest resource."""
+        work_s = {"compute": (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), "intra": 0.0, "inter": 0.0}
+        known: dict[tuple[int, str, Degrees], dict[str, float]] = {}  # keyed by id: often one object many times
+        for phase, degrees in self.degrees(len(costs.layers)).items():
+            for layer, number in zip(costs.layers, degrees, strict=True):
+                where = (id(layer), phase, number)
+                if where not in known:
+                    dense = layer.micro_batch_costs().dense[phase].values()
+                    known[where] = resource_work_s(layer.chunks[phase], number.rows)
+                    known[where]["compute"] += sum(number.dense * part.seconds(number.dense) for part in dense)
+                for resource, seconds in known[where].items():
+                    work_s[resource] += seconds
         buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
-        return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
+        work_s["inter"] += sum(costs.all_reduce.seconds(bucket.size or 0) for bucket in buckets)
+        return costs.contention.lower_bound_s(**work_s)
 
     def tasks(self, costs: StepCosts) -> Iterator[Task]:
         """Yield all tasks in a topological order."""
@@ -114,33 +128,14 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
     return Plan.from_orders(orders, {bucket: plan.compute[-1:] for bucket in buckets})
 
 
-#: Seconds of a step with a `StepSplit`, and a function that makes its plan.
-Evaluation = tuple[float, Callable[[], Plan]]
-
-
-def _evaluate_list_schedule(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    """Evaluate a `StepSplit` by list scheduling. Seconds above `best_s` may be inaccurate."""
-    schedule = micro_schedule(costs, split, best_s * _CUTOFF)
-    seconds = schedule.makespan_s()
-    # Contention only adds time, and needs the event loop.
-    return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
-
-
-def _evaluate_exposed(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    plan = exposed_plan(costs, split)
-    return makespan(plan, costs), lambda: plan
-
-
 class SplitSearch:
-    """Search for the best split. Skips splits whose lower bound exceeds the best time."""
+    """Search for the best split. Skips splits whose lower bound exceeds the best time.
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        evaluate: Callable[[StepCosts, StepSplit, float], Evaluation] = _evaluate_list_schedule,
-        on_split: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._costs, self._evaluate, self._on_split = costs, evaluate, on_split
+    `exposed`: of plans whose gradient all-reduces start after the backward pass (`exposed_plan`).
+    """
+
+    def __init__(self, costs: StepCosts, on_split: Callable[[], None] = lambda: None, *, exposed: bool = False) -> None:
+        self._costs, self._on_split, self._exposed = costs, on_split, exposed
         self._tried: frozenset[StepSplit] = frozenset()
         self.best_s = math.inf
         self.best: StepSplit
@@ -156,18 +151,29 @@ class SplitSearch:
         # A good early split excludes many others by their bounds.
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self.best_s:
-                seconds, plan = self._evaluate(self._costs, split, self.best_s)
-                if seconds * (1 + ROUNDING) < self.best_s:
-                    self.best_s, self.best, self.plan = seconds, split, plan
+                self._try(split)
             self._on_split()
         for _ in range(len(splits) - len(least)):
             self._on_split()
         self._tried |= least.keys()
 
+    def _try(self, split: StepSplit) -> None:
+        make_plan: Callable[[], Plan]
+        if self._exposed:
+            make_plan = partial(exposed_plan, self._costs, split)
+            seconds = makespan(make_plan(), self._costs)
+        else:
+            schedule = micro_schedule(self._costs, split, self.best_s * _CUTOFF)
+            make_plan, seconds = schedule.plan, schedule.makespan_s()
+            if seconds < self.best_s:  # contention only adds time, and needs the event loop
+                seconds = schedule.makespan_s(self._costs.contention)
+        if seconds * (1 + ROUNDING) < self.best_s:
+            self.best_s, self.best, self.plan = seconds, split, make_plan
+
 
 def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> SplitSearch:
     """Search FlowMoE's split: the best degree of `degrees` for one bucket size, then the best bucket size."""
-    search = SplitSearch(costs, on_split=on_split)
+    search = SplitSearch(costs, on_split)
     search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in degrees)
     search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(buckets)) for buckets in BUCKETS)
     return search
@@ -175,7 +181,7 @@ def search_flowmoe_split(costs: StepCosts, degrees: Sequence[int], on_split: Cal
 
 def ablation_plans(costs: StepCosts, degrees: Sequence[int], on_split: Callable[[], None]) -> tuple[Plan, Plan]:
     """Return two plans of FlowMoE with attention in micro-batches: gradients at the end, and in untuned buckets."""
-    search = SplitSearch(costs, _evaluate_exposed, on_split)
+    search = SplitSearch(costs, on_split, exposed=True)
     search.try_all(StepSplit(degree, degree) for degree in degrees)
     return search.plan(), micro_schedule(costs, search.best._replace(bucket_bytes=_UNTUNED_BYTES)).plan()
 

@@ -8,6 +8,8 @@ part. Remaining gradients are reduced at the end, where no computation hides the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from fusedmoe.schedule.passes import GradientPartition, Order, choose_degree, pa
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
-from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts
+from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts, map_shared
 from fusedmoe.schedule.task import PHASES
 
 
@@ -48,50 +50,38 @@ def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], max_degree: int) -> Pl
 def _plan_with(
     costs: StepCosts, orders: Sequence[Order], degree_range_of: Callable[[LayerCosts], tuple[int, int]]
 ) -> Plan:
-    def best_pass(layer: LayerCosts, phase: str, gar_s: float) -> ChunkedPass:
-        # All-reduces take `gar_s` seconds. Ties go to the first order.
-        key = id(layer), phase, gar_s
-        if key not in passes:
-            least, max_degree = ends[id(layer)]
-            choices = [
-                choose_degree(
-                    layer.chunks[phase], gar_s, order=o, contention=costs.contention, max_degree=max_degree, least=least
-                )
-                for o in orders
-            ]
-            best = min(range(len(orders)), key=lambda number: choices[number].seconds)
-            passes[key] = ChunkedPass(orders[best], choices[best].degree)
-        return passes[key]
+    def choices_of(layer: LayerCosts) -> tuple[Callable[[str, float], ChunkedPass], list[PassOption]]:
+        least, most = degree_range_of(layer)
 
-    # Keyed by id: layers are often one object many times.
-    passes: dict[tuple[int, str, float], ChunkedPass] = {}
-    ends: dict[int, tuple[int, int]] = {}
-    options: dict[int, list[PassOption]] = {}
-    for layer in costs.layers:
-        if id(layer) not in options:
-            least, max_degree = ends[id(layer)] = degree_range_of(layer)
-            back = layer.chunks["backward"]
-            options[id(layer)] = _undominated_options(
-                option for o in orders for option in pass_options(back, o, costs.contention, max_degree, least)
-            )
-    forward = [best_pass(layer, "forward", 0.0) for layer in costs.layers]
-    partition = search(costs, [options[id(layer)] for layer in costs.layers])
+        @cache
+        def best_pass(phase: str, gar_s: float) -> ChunkedPass:
+            # All-reduces take `gar_s` seconds. Ties go to the first order.
+            choose = partial(choose_degree, layer.chunks[phase], gar_s, contention=costs.contention)
+            choices = [choose(order=order, max_degree=most, least=least) for order in orders]
+            best = min(range(len(orders)), key=lambda number: choices[number].seconds)
+            return ChunkedPass(orders[best], choices[best].degree)
+
+        back = layer.chunks["backward"]
+        options = [pass_options(back, order, costs.contention, most, least) for order in orders]
+        return best_pass, _undominated_options(chain.from_iterable(options))
+
+    choices = map_shared(choices_of, costs.layers)
+    forward = [best_pass("forward", 0.0) for best_pass, _ in choices]
+    partition = search(costs, [options for _, options in choices])
     # A bucket in the middle of a pass may change its best degree.
     gars_s = [bucket_s(costs.all_reduce, middle) for middle in partition.pipeline_bytes]
-    backward = [best_pass(layer, "backward", gar_s) for layer, gar_s in zip(costs.layers, gars_s, strict=True)]
+    backward = [best_pass("backward", gar_s) for (best_pass, _), gar_s in zip(choices, gars_s, strict=True)]
     return step_plan(costs, forward, backward, partition)
 
 
 class PassOption(NamedTuple):
-    """An order and degree of a backward pass. It takes max(saturated_extra_s + g, no_all_reduce_s) seconds.
+    """Time of a backward pass with g seconds of all-reduces: max(saturated_extra_s + g, no_all_reduce_s).
 
     Attributes:
         saturated_extra_s: seconds beyond g, the seconds of all-reduces, if all-reduces saturate the link.
         no_all_reduce_s: seconds of the pass without all-reduces.
     """
 
-    order: Order
-    degree: int
     saturated_extra_s: float
     no_all_reduce_s: float
 
@@ -105,7 +95,7 @@ class PassOption(NamedTuple):
         # So long that they are partly exposed: the pass takes their time plus saturated_extra_s.
         exposed_s = 2 * no_all_reduce_s + 1.0
         saturated_extra_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
-        return cls(order, degree, saturated_extra_s, no_all_reduce_s)
+        return cls(saturated_extra_s, no_all_reduce_s)
 
     @property
     def slack_s(self) -> float:
@@ -168,9 +158,7 @@ def search(costs: StepCosts, options: Sequence[Sequence[PassOption]]) -> Gradien
         which = np.unravel_index(kept[state], beside.shape)
         places.append((float(middle[which[1:]]), float(beside[which])))
         state = int(which[1])
-    return (
-        GradientPartition(*(tuple(part) for part in zip(*places, strict=True))) if places else GradientPartition((), ())
-    )
+    return GradientPartition(tuple(in_middle for in_middle, _ in places), tuple(after for _, after in places))
 
 
 def bucket_s(line: Line, size: float) -> float:

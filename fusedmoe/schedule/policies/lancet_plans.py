@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.list_schedule import fill_idle_slots, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import LINKS, RESOURCES, WEIGHT_GRADIENTS, Task, standard_dependencies
+from fusedmoe.schedule.task_orders import fill_idle_slots, list_plan
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import is_chunk
 from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, idle_s
 
@@ -67,8 +68,7 @@ def add_sparse_collectives(plan: Plan, layers: Iterable[int], *, again: Collecti
         for kind, phase in ((GATHER, "forward"), (REDUCE, "backward"), (GATHER, "backward")):
             if phase not in phases or (kind == GATHER and phase == "backward" and layer not in again):
                 continue
-            own = [n for n, task in enumerate(inter) if (task.layer, task.phase) == (layer, phase)]
-            own = [n for n in own if inter[n].kind in PIPELINE]
+            own = [n for n, task in enumerate(inter) if is_chunk(task, layer, phase)]
             if not own:
                 raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {phase} pass")
             task = Task(kind, None, layer, phase)

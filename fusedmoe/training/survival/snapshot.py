@@ -83,9 +83,7 @@ class StatePart(NamedTuple):
     """Part of a tensor, or a whole object, in a slot.
 
     Attributes:
-        key: checkpoint key.
         start, size: offsets and shape of the part; None for an object.
-        full_shape: shape of the full tensor.
         dtype: name of the dtype; "" for an object.
         offset, bytes: offset and length in the slot.
         is_sent: only one node holds the part; the buddy stores a copy.
@@ -137,12 +135,7 @@ class Snapshots:
 
     @torch.no_grad()
     def write(self, step: int, model: nn.Module, optimizer: Optimizers | None, extra: dict[str, Any]) -> None:
-        """Store the state after `step` steps. Collective over all ranks.
-
-        Raises:
-            ConfigError: as for `save_checkpoint`.
-            RankError: `extra` differs; a rank failed, is missing, or lacks memory. The previous snapshot remains.
-        """
+        """Store the state after `step` steps. Collective over all ranks; raises the errors of `Survival.refresh`."""
         nodes, world, operation = self._nodes, self._topology.world, f"keeping the state of step {step}"
         me = world.index
         state = ModelState(model, optimizer, self._topology, operation)

@@ -27,8 +27,7 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.experts.split_optimizers import Optimizers
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
 from fusedmoe.training.checkpoint_folder import local_tensor, require_writable
-from fusedmoe.training.checkpoint_reader import PlainPlanner
-from fusedmoe.training.lossless_conversion import require_convertible, require_lossless
+from fusedmoe.training.checkpoint_reader import PlainPlanner, item_elements, require_convertible, require_lossless
 from fusedmoe.training.optimizer_state import GROUPS
 from fusedmoe.training.plain_values import unpack_value
 from fusedmoe.training.survival.node_memory import NodeMemory
@@ -118,11 +117,10 @@ class Survival:
             return None
         operation = "restoring from memory"
         state = ModelState(model, optimizer, self._topology, operation)
-        reader = StateReader(self._stored_state, self._memory, self._topology, self._nodes)
-        metadata = reader.metadata
+        stored, metadata = self._stored_state, self._stored_state.metadata()
         keys = [key for key in (EXTRA, ABOUT, GROUPS) if key in metadata.state_dict_metadata]
         metadata_values: dict[str, Any] = dict.fromkeys(keys)
-        reader.read(metadata_values, {})
+        stored.read(metadata_values, {})
         targets: dict[str, Any] = {}
 
         def compare() -> None:
@@ -132,7 +130,7 @@ class Survival:
             targets.update(state.targets(metadata))
 
         on_all_ranks(self._topology.world, operation, compare)
-        reader.read(targets, state.dtypes(targets))
+        stored.read(targets, state.dtypes(targets))
         state.install(targets, metadata_values)
         extra: dict[str, Any] = metadata_values[EXTRA]
         return extra
@@ -182,17 +180,43 @@ class StoredState:
         sizes: bytes of each slot, by node and slot name.
     """
 
-    def __init__(self, step: int, headers: Iterable[tuple[int, str, dict[str, Any]]]) -> None:
-        self.step = step
+    def __init__(
+        self,
+        step: int,
+        headers: Iterable[tuple[int, str, dict[str, Any]]],
+        memory: NodeMemory,
+        topology: Topology,
+        nodes: JobNodes,
+    ) -> None:
+        self.step, self._memory, self._topology, self._nodes = step, memory, topology, nodes
         self.parts: dict[PartKey, list[StoredPart]] = {}
         self.sizes: dict[tuple[int, str], int] = {}
         self._keys: dict[str, list[int] | None] = {}
+        self._slot_bytes: dict[str, Tensor] = {}
         for node, slot, header in headers:
             self.sizes[node, slot] = header["bytes"]
             self._keys |= header["keys"]
             for fields, digest in zip(header["parts"], header["digests"], strict=True):
                 part = StatePart.from_json(fields)
                 self.parts.setdefault(part.part_key, []).append(StoredPart(node, slot, part, digest))
+
+    def damaged_parts(self, slot: tuple[int, str]) -> list[StoredPart]:
+        """Return the parts in a slot of this node whose digest does not match, with a warning."""
+        copies = [held for copies in self.parts.values() for held in copies if (held.node, held.slot) == slot]
+        memory = self._memory.slot(slot[1])
+        try:
+            digests = part_digests(memory.read(self.sizes[slot]), [held.part for held in copies], 1)
+        except ConfigError as error:
+            warn(str(error), stacklevel=2)
+            return copies
+        wrong = [held for held, digest in zip(copies, digests, strict=True) if held.digest != digest]
+        if wrong:
+            warn(
+                f"survival: {memory} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, do not match their "
+                "digests; using another copy or an older state",
+                stacklevel=2,
+            )
+        return wrong
 
     def remove_parts(self, damaged: Iterable[StoredPart]) -> None:
         for held in damaged:
@@ -222,6 +246,94 @@ class StoredState:
             properties = TensorProperties(dtype=getattr(torch, part.dtype))
             entries[key] = TensorStorageMetadata(properties, torch.Size(part.full_shape), chunks[key])
         return Metadata(entries)
+
+    def read(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
+        """Read the entries in `targets`: tensors in place, objects into the dictionary. Collective.
+
+        Raises:
+            ConfigError, RankError: a target cannot be written, or a value does not fit its dtype in `target_dtypes`; no
+                tensor was modified.
+        """
+        planners: list[PlainPlanner] = []
+
+        def plan() -> None:
+            for key, target in targets.items():
+                if isinstance(target, Tensor):
+                    require_writable(local_tensor(target), f"restoring from memory: {key}")
+            planners.append(PlainPlanner(targets, self.metadata()))
+
+        on_all_ranks(self._topology.world, "planning what to read from memory", plan)
+        (planner,) = planners
+        items = planner.items
+        fetched = self._fetch_parts(list(dict.fromkeys(map(_part_key, items))))
+        tensors = [(item, self._read_value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
+
+        # All ranks check before any rank writes: either all load the state or none does.
+        def check() -> None:
+            for item, value in tensors:
+                key = item.dest_index.fqn
+                require_convertible("restoring from memory", key, value.dtype, target_dtypes[key])
+                require_lossless("restoring from memory", key, value, target_dtypes[key])
+
+        on_all_ranks(self._topology.world, "checking the values in memory", check)
+        # Values first: an invalid value leaves all tensors unchanged.
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                targets[item.dest_index.fqn] = unpack_value(fetched[_part_key(item)])
+        for item, value in tensors:
+            planner.copy(item, value)
+
+    def _read_value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
+        part = self.parts[_part_key(item)][0].part
+        assert part.size is not None
+        return item_elements(item, fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size))
+
+    def _fetch_parts(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
+        world = self._topology.world
+        node = self._nodes.node_of_rank[world.index]
+
+        def own(place: PartKey) -> StoredPart | None:
+            return next((held for held in self.parts[place] if held.node == node), None)
+
+        fetched = {place: self._read_bytes(held) for place in keys if (held := own(place)) is not None}
+        requests = all_gather_object(world, [place for place in keys if place not in fetched], "requesting parts")
+        streams: dict[tuple[int, int], list[PartKey]] = defaultdict(list)  # from, to
+        for rank, places in enumerate(requests):
+            for place in places:
+                streams[self._source_rank(place, rank), rank].append(place)
+        lengths = {pair: [self.parts[place][0].part.bytes for place in places] for pair, places in streams.items()}
+        outgoing = {
+            to: torch.cat([self._read_bytes(own(place)) for place in places])
+            for (source, to), places in streams.items()
+            if source == world.index
+        }
+        incoming = {
+            source: torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            for (source, to), sizes in lengths.items()
+            if to == world.index
+        }
+        longest = max(map(sum, lengths.values()), default=0)
+        exchange_bytes(world, outgoing, incoming, longest, "reading the state of other nodes")
+        for source, received in incoming.items():
+            stream = source, world.index
+            # Cloned for alignment.
+            pieces = [piece.clone() for piece in received.split(lengths[stream])]
+            fetched |= dict(zip(streams[stream], pieces, strict=True))
+        return fetched
+
+    def _source_rank(self, key: PartKey, reader: int) -> int:
+        """Return the rank that sends a part to a reader; deterministic on all ranks."""
+        # The hash distributes parts over nodes; the reader's number distributes them over a node's ranks.
+        holding_nodes = sorted({held.node for held in self.parts[key]})
+        part_hash = zlib.crc32(repr(key).encode())
+        ranks = self._nodes.ranks(holding_nodes[part_hash % len(holding_nodes)])
+        return ranks[(part_hash // len(holding_nodes) + reader) % len(ranks)]
+
+    def _read_bytes(self, held: StoredPart | None) -> Tensor:
+        assert held is not None
+        if held.slot not in self._slot_bytes:
+            self._slot_bytes[held.slot] = self._memory.slot(held.slot).read(self.sizes[held.node, held.slot])
+        return self._slot_bytes[held.slot][held.part.offset : held.part.offset + held.part.bytes]
 
 
 def find_newest_state(
@@ -257,11 +369,11 @@ def find_newest_state(
     def check(state: StoredState) -> list[StoredPart]:
         slots, ranks = sorted(slot for its_node, slot in state.sizes if its_node == node), nodes.ranks(node)
         own_slots = slots[ranks.index(me) :: len(ranks)]
-        return [held for slot in own_slots for held in _find_damaged_parts(memory, state, (node, slot))]
+        return [held for slot in own_slots for held in state.damaged_parts((node, slot))]
 
     # Latest generation first: a restart from an older state repeats steps with different results.
     for generation, step in sorted(headers_by_state, reverse=True):
-        state = StoredState(step, headers_by_state[generation, step])
+        state = StoredState(step, headers_by_state[generation, step], memory, topology, nodes)
         if not state.missing():
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
@@ -272,129 +384,6 @@ def find_newest_state(
             return state, newer, damaged
         newer.append(state)
     return None, newer, damaged
-
-
-def _find_damaged_parts(memory: NodeMemory, state: StoredState, slot: tuple[int, str]) -> list[StoredPart]:
-    """Return the parts in a slot whose digest does not match, with a warning."""
-    copies = [
-        held for copies_of_part in state.parts.values() for held in copies_of_part if (held.node, held.slot) == slot
-    ]
-    try:
-        data = memory.slot(slot[1]).read(state.sizes[slot])
-        digests = part_digests(data, [held.part for held in copies], 1)
-    except ConfigError as error:
-        warn(str(error), stacklevel=2)
-        return copies
-    wrong = [held for held, digest in zip(copies, digests, strict=True) if held.digest != digest]
-    if wrong:
-        warn(
-            f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, do not "
-            "match their digests; using another copy or an older state",
-            stacklevel=2,
-        )
-    return wrong
-
-
-class StateReader:
-    """Reader of a stored state."""
-
-    def __init__(self, state: StoredState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
-        self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
-        self.metadata = state.metadata()
-        self._slot_bytes: dict[str, Tensor] = {}
-
-    def read(self, targets: dict[str, Any], target_dtypes: dict[str, torch.dtype]) -> None:
-        """Read the entries in `targets`: tensors in place, objects into the dictionary. Collective.
-
-        Raises:
-            ConfigError, RankError: a target cannot be written, or a value does not fit its dtype in `target_dtypes`; no
-                tensor was modified.
-        """
-        planner = PlainPlanner()
-        items: list[Any] = []
-
-        def plan() -> None:
-            for key, target in targets.items():
-                if isinstance(target, Tensor):
-                    require_writable(local_tensor(target), f"restoring from memory: {key}")
-            planner.set_up_planner(targets, self.metadata, True)
-            items.extend(planner.finish_plan(planner.create_local_plan()).items)
-
-        on_all_ranks(self._topology.world, "planning what to read from memory", plan)
-        fetched = self._fetch_parts(list(dict.fromkeys(map(_part_key, items))))
-        tensors = [(item, self._read_value(item, fetched)) for item in items if item.type is not LoadItemType.BYTE_IO]
-
-        # All ranks check before any rank writes: either all load the state or none does.
-        def check() -> None:
-            for item, value in tensors:
-                key = item.dest_index.fqn
-                require_convertible("restoring from memory", key, value.dtype, target_dtypes[key])
-                require_lossless("restoring from memory", key, value, target_dtypes[key])
-
-        on_all_ranks(self._topology.world, "checking the values in memory", check)
-        # Values first: an invalid value leaves all tensors unchanged.
-        for item in items:
-            if item.type is LoadItemType.BYTE_IO:
-                targets[item.dest_index.fqn] = unpack_value(fetched[_part_key(item)])
-        for item, value in tensors:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(value)
-            planner.commit_tensor(item, target)
-
-    def _read_value(self, item: Any, fetched: dict[PartKey, Tensor]) -> Tensor:
-        part = self._state.parts[_part_key(item)][0].part
-        assert part.size is not None
-        value = fetched[_part_key(item)].view(getattr(torch, part.dtype)).view(part.size)
-        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            value = value.narrow(dim, offset, length)
-        return value
-
-    def _fetch_parts(self, keys: list[PartKey]) -> dict[PartKey, Tensor]:
-        world, parts = self._topology.world, self._state.parts
-        node = self._nodes.node_of_rank[world.index]
-
-        def own(place: PartKey) -> StoredPart | None:
-            return next((held for held in parts[place] if held.node == node), None)
-
-        fetched = {place: self._read_bytes(held) for place in keys if (held := own(place)) is not None}
-        requests = all_gather_object(world, [place for place in keys if place not in fetched], "requesting parts")
-        streams: dict[tuple[int, int], list[PartKey]] = defaultdict(list)  # from, to
-        for rank, places in enumerate(requests):
-            for place in places:
-                streams[self._source_rank(place, rank), rank].append(place)
-        lengths = {pair: [parts[place][0].part.bytes for place in places] for pair, places in streams.items()}
-        outgoing = {
-            to: torch.cat([self._read_bytes(own(place)) for place in places])
-            for (source, to), places in streams.items()
-            if source == world.index
-        }
-        incoming = {
-            source: torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            for (source, to), sizes in lengths.items()
-            if to == world.index
-        }
-        longest = max(map(sum, lengths.values()), default=0)
-        exchange_bytes(world, outgoing, incoming, longest, "reading the state of other nodes")
-        for source, received in incoming.items():
-            stream = source, world.index
-            # Cloned for alignment.
-            pieces = [piece.clone() for piece in received.split(lengths[stream])]
-            fetched |= dict(zip(streams[stream], pieces, strict=True))
-        return fetched
-
-    def _source_rank(self, key: PartKey, reader: int) -> int:
-        """Return the rank that sends a part to a reader; deterministic on all ranks."""
-        # The hash distributes parts over nodes; the reader's number distributes them over a node's ranks.
-        holding_nodes = sorted({held.node for held in self._state.parts[key]})
-        part_hash = zlib.crc32(repr(key).encode())
-        ranks = self._nodes.ranks(holding_nodes[part_hash % len(holding_nodes)])
-        return ranks[(part_hash // len(holding_nodes) + reader) % len(ranks)]
-
-    def _read_bytes(self, held: StoredPart | None) -> Tensor:
-        assert held is not None
-        if held.slot not in self._slot_bytes:
-            self._slot_bytes[held.slot] = self._memory.slot(held.slot).read(self._state.sizes[held.node, held.slot])
-        return self._slot_bytes[held.slot][held.part.offset : held.part.offset + held.part.bytes]
 
 
 def _part_key(item: Any) -> PartKey:

@@ -41,10 +41,17 @@ class Shards(NamedTuple):
             return parameter
         return zero_gather(parameter, group=self.group).view(self.experts, -1, *parameter.shape[2:])
 
+    def join_flat(self, parameter: Tensor, shape: torch.Size) -> Tensor:
+        """Join flat parts of blocks of experts, each of this shape without padding at its end."""
+        if self.members == 1:
+            return parameter.view(shape)
+        blocks = zero_gather(parameter, group=self.group).view(self.experts // shape[0], -1)
+        return blocks[:, : shape.numel()].reshape(-1, *shape[1:])
 
-def shards_of(ctx: MOELayer) -> Shards:
-    """Return the shards that this rank joins: with r = `ctx.adaptive_degree` 0 all experts, else 1/r of its experts."""
-    s, r = ctx.sharded_count, ctx.adaptive_degree
+
+def shards_of(ctx: MOELayer, r: int) -> Shards:
+    """Return the shards that this rank joins with adaptive degree r: all experts for 0, else 1/r of its experts."""
+    s = ctx.sharded_count
     if r == 0:
         return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
     # The s ranks of an expert form r blocks of s/r ranks; a block joins its shards.
@@ -194,7 +201,8 @@ class FusedExpertsNetwork(nn.Module):
                     if b is not None:
                         b[i].zero_()
 
-    def weights(self, shards: Shards) -> Weights:
+    def weights(self, ctx: MOELayer) -> Weights:
+        shards = shards_of(ctx, ctx.adaptive_degree)
         w1, w2 = shards.join(self.batched_fc1_w), shards.join(self.batched_fc2_w)
         b1 = None if self.batched_fc1_bias is None else shards.join(self.batched_fc1_bias)
         b2, start = None, 0
@@ -211,14 +219,11 @@ class FusedExpertsNetwork(nn.Module):
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
         # The GPU kernels return rows of the input's width.
-        if (
-            x_SM.is_cuda
-            and self.output_dim != self.model_dim
-            or not can_use_kernels(self, x_SM, rows * self.hidden_size)
-        ):
+        has_other_width = x_SM.is_cuda and self.output_dim != self.model_dim
+        if has_other_width or not can_use_kernels(self, x_SM, rows * self.hidden_size):
             return None
         name = activation_name(self.activation_fn)
-        return None if name is None else (cast_weights(self.weights(shards_of(ctx)), x_SM), name)
+        return None if name is None else (cast_weights(self.weights(ctx), x_SM), name)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """Return the workload of a pass in which each rank sends `rows` rows."""
@@ -231,7 +236,7 @@ class FusedExpertsNetwork(nn.Module):
         """Gather the weights for all chunks of a call; None for a subclass's `forward` or SKIP_EXPERT. Collective."""
         if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
             return None
-        weights = self.weights(shards_of(ctx))
+        weights = self.weights(ctx)
         return weights.w1, weights.w2, weights.b1, weights.b2, weights.b2_start
 
     def forward(self, x: Tensor, ctx: MOELayer, joined: tuple[Any, ...] | None = None) -> Tensor:
@@ -241,7 +246,7 @@ class FusedExpertsNetwork(nn.Module):
         """
         if self.skip_expert:
             return x
-        weights = self.weights(shards_of(ctx)) if joined is None else Weights(*joined)
+        weights = self.weights(ctx) if joined is None else Weights(*joined)
         h = x @ weights.w1.transpose(1, 2)
         if weights.b1 is not None:
             h = h + weights.b1[:, None]

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fusedmoe.kernels import Weights
 from fusedmoe.schedule import Workload
 from fusedmoe.sizes import require_elements, require_within
-from fusedmoe.tutel.experts.ffn import Activation, activation_name, can_use_kernels, cast_weights, is_trained
-from fusedmoe.tutel.impls.communicate import topology_of, zero_gather
+from fusedmoe.tutel.experts.ffn import Activation, activation_name, can_use_kernels, cast_weights, is_trained, shards_of
 
 if TYPE_CHECKING:
     from fusedmoe.tutel.impls.moe_layer import MOELayer
@@ -60,20 +59,9 @@ class LlamaFFNNetwork(nn.Module):
 
     def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
         """Return W1, W2 [e, D, H] and W3 [e, H, D], joined over ranks; with adaptive degree 0, of all experts."""
-        w1, w2 = self._joined(ctx, self.W_fc1, self._up), self._joined(ctx, self.W_fc2, self._up)
-        return w1, w2, self._joined(ctx, self.W_fc3, self._down)
-
-    def _joined(self, ctx: MOELayer, flat: Tensor, shape: torch.Size) -> Tensor:
-        if ctx.adaptive_degree == 0 and ctx.world_size > 1:
-            # The last part of each expert may be padded.
-            experts = zero_gather(flat, group=ctx.group).view(ctx.num_global_experts // shape[0], -1)
-            return experts[:, : shape.numel()].reshape(-1, *shape[1:])
-        if ctx.sharded_count == 1:
-            return flat.view(shape)
-        topology = topology_of(ctx.group, ctx.sharded_count, 1)
-        start = topology.world.index // ctx.sharded_count * ctx.sharded_count
-        sharers = topology.subgroup("shards", topology.world.ranks[start : start + ctx.sharded_count])
-        return zero_gather(flat, shape, sharers.handle)
+        shards = shards_of(ctx, min(ctx.adaptive_degree, 1))
+        w1, w2 = shards.join_flat(self.W_fc1, self._up), shards.join_flat(self.W_fc2, self._up)
+        return w1, w2, shards.join_flat(self.W_fc3, self._down)
 
     def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
         gated = _GATED.get(activation_name(self.activation_fn) or "")

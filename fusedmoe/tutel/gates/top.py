@@ -18,10 +18,8 @@ ORDERED_M = 64
 ORDERED = 2**15
 
 
-def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
-    """Compute x·Wᵀ in the weights' dtype, or in float32 with `fp32`."""
-    if fp32:
-        x_SM, weight_EM = x_SM.float(), weight_EM.float()
+def gate_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
+    """Compute x·Wᵀ in the weights' dtype."""
     x_SM = x_SM.to(weight_EM.dtype)
     # Tutel rounds to half precision; fusedmoe's router would compute in float32.
     if x_SM.dtype.itemsize < 4:
@@ -99,12 +97,12 @@ _ARGUMENTS_OF_THE_LAYER = ("batch_prioritized_routing", "is_gshard_loss", "is_po
 
 class Router(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return gate_product(input, self.weight, fp32=False)
+        return gate_product(input, self.weight)
 
 
 class Float32Router(Float32Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return gate_product(input, self.weight, fp32=True)
+        return gate_product(input, self.weight.float())
 
 
 class LinearTopKGate(nn.Module):

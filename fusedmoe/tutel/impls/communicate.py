@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from fusedmoe.comm.topology import group_of
 from fusedmoe.environment import read_integer, read_seconds
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import LinearMap, linear
+from fusedmoe.layers.scheduled_exchange import shared_topology
 
 #: Timeout of every wait for other ranks in seconds. The default is PyTorch's; Tutel's is one day.
 TUTEL_GLOBAL_TIMEOUT_SEC = read_seconds("TUTEL_GLOBAL_TIMEOUT_SEC", 1800.0)
@@ -68,10 +68,6 @@ def as_group(handle: ProcessGroup | None) -> Group:
     return group_of(handle or world, "tutel", TUTEL_GLOBAL_TIMEOUT_SEC)
 
 
-# By world, then by (ranks, shards, degree, ranks per node).
-_TOPOLOGIES: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
-
-
 def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
     """Return the topology of a group in which s = `shards` consecutive ranks share an expert. Collective on first use.
 
@@ -81,27 +77,11 @@ def topology_of(handle: ProcessGroup | None, shards: int = 1, degree: int = 1) -
     Example of 8 ranks, s = 4, r = 2: ranks 0–3 share an expert, in blocks 0, 1 and 2, 3. The ESP groups are (0, 2), (1,
     3), (4, 6) and (5, 7), the EP groups (0, 1, 4, 5) and (2, 3, 6, 7).
     """
-    W = get_world_size(handle)
-    if W == 1:
-        return Topology()
-    handle = handle or dist.group.WORLD
-    per_node = read_integer("LOCAL_SIZE", None, 1)
-    world: Any = dist.group.WORLD
-    # Topologies of a destroyed world hold dead process groups.
-    for old in [known for known in _TOPOLOGIES if known is not world]:
-        del _TOPOLOGIES[old]
-    topologies = _TOPOLOGIES.setdefault(world, {})
-    key = (tuple(dist.get_process_group_ranks(handle)), shards, degree, per_node)
-    if key not in topologies:
-        experts = (
-            torch.arange(W, device="cpu")
-            .view(W // shards, degree, shards // degree)
-            .transpose(1, 2)
-            .reshape(-1, degree)
-        )
-        timeout_s = TUTEL_GLOBAL_TIMEOUT_SEC
-        topologies[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=timeout_s)
-    return topologies[key]
+    experts, ranks_per_node = None, read_integer("LOCAL_SIZE", None, 1)
+    if shards > 1:
+        ranks = torch.arange(get_world_size(handle), device="cpu")
+        experts = ranks.view(-1, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
+    return shared_topology(handle or dist.group.WORLD, experts, TUTEL_GLOBAL_TIMEOUT_SEC, ranks_per_node)
 
 
 class ParallelEnv(SimpleNamespace):

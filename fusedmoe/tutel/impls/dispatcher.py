@@ -16,6 +16,7 @@ from fusedmoe.autograd.experts import cast_down
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.comm import RowForm, make_all_to_all
 from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives, find_no_plans
 from fusedmoe.engine.dispatcher import Local, Routed
@@ -121,16 +122,24 @@ class LayerDispatcher:
         dispatch: all-to-all algorithm, "direct" or "2dh".
         replicas: number of ep ranks that compute the same expert; its rows are distributed over them round-robin.
         peers: ranks that make the same call although no rows are exchanged between them.
+        wire: format of the rows, as for `fusedmoe.Schedule`.
     """
 
     def __init__(
-        self, topology: Topology, dispatch: str = "direct", replicas: int = 1, peers: Topology | None = None
+        self,
+        topology: Topology,
+        dispatch: str = "direct",
+        replicas: int = 1,
+        peers: Topology | None = None,
+        wire: str | None = None,
     ) -> None:
         self.topology, self.replicas = topology, replicas
         self.checks, self._peers = InputChecks(topology, "moe_layer"), None
         if peers is not None and peers.size > 1:
             self._peers = Collectives(peers, make_all_to_all("direct", peers), name="moe_layer")
-        self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
+        all_to_all = make_all_to_all(dispatch, topology, find_wire_format(wire))
+        self._wire = all_to_all.wire
+        self._collectives = Collectives(topology, all_to_all, name="moe_layer")
         # Gloo uses threads, not streams.
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.runner.streams = None
@@ -173,7 +182,8 @@ class LayerDispatcher:
             keep_local: send no rows, to time the remaining work: local experts substitute for all experts.
             refusal: result of `exchange_values_error`.
         """
-        if not self._has_remote_rows(keep_local):
+        is_remote = not keep_local and self.topology.ep.size * self.topology.esp.size > 1
+        if not is_remote:
             self.checks.refuse(refusal)
         layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
         if keep_local:
@@ -182,25 +192,20 @@ class LayerDispatcher:
             # Ranks that compute the same expert receive equal numbers of its rows.
             share = self.replicas
             layout = self._reassign_experts(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
-        # Half-precision results are sent unweighted: weighting before sending would round differently from Tutel.
-        weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._has_remote_rows(keep_local)
-        # Custom experts receive first choices first, as in Tutel: send one row per (token, expert) pair.
-        in_blocks = experts.fused is None and self._has_remote_rows(keep_local)
-        if postscore and not weighted_here and not in_blocks:
-            return self._run(Routed(x_SM, layout, weight_SK, refusal), experts, degree, slots, keep_local)
+        # Experts in blocks receive first choices first, as in Tutel: send one row per (token, expert) pair. The results
+        # are sent unweighted: weighting half precision before sending would round differently from Tutel.
+        in_blocks = experts.fused is None and is_remote
+        if postscore and not in_blocks:
+            return self._run(Routed(x_SM, layout, weight_SK, refusal), experts, degree, slots, is_remote)
         layout = layout.exact()
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        out_NM = self._run(Routed(rows_NM, contiguous, None, refusal), experts, degree, slots, keep_local)
+        out_NM = self._run(Routed(rows_NM, contiguous, None, refusal), experts, degree, slots, is_remote)
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
-    def _has_remote_rows(self, keep_local: bool) -> bool:
-        return not keep_local and self.topology.ep.size * self.topology.esp.size > 1
-
-    def _run(self, routed: Routed, experts: LocalExperts, degree: Degree, slots: int, keep_local: bool) -> Tensor:
-        is_remote = self._has_remote_rows(keep_local)
+    def _run(self, routed: Routed, experts: LocalExperts, degree: Degree, slots: int, is_remote: bool) -> Tensor:
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         overlaps = overlaps and not needs_module_call(experts)
         if is_remote and (overlaps or experts.fused is not None):
@@ -239,6 +244,8 @@ class LayerDispatcher:
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size).sending(
                 exchange.tokens_per_pair
             )
+            if self._wire is not None:
+                workload = workload.encoded(*self._wire.element_bytes(x_SM.shape[1]))
         can_rechunk = in_chunks().can_rechunk
         key = (degree, workload, can_rechunk)
         if key not in self._plans:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
 from fusedmoe.autograd.aux_loss import guard_aux_loss
+from fusedmoe.comm.wire_format import find_wire_format
 from fusedmoe.construction import Constructed, describe_part
 from fusedmoe.engine.recomputation import without_selective_checkpoint
 from fusedmoe.engine.wrappers import RefusesScripting, WrapperCheck, jit_error
@@ -54,6 +55,7 @@ class MOELayer(Constructed, nn.Module):
             (R = number of these ranks). R = 0 gathers all experts on all ranks, R ≥ 1 splits an expert's work into R
             parts, with equal results.
         use_2dh: two-level all-to-all, across and inside nodes of LOCAL_SIZE ranks.
+        wire: format of rows between ranks, as for `fusedmoe.Schedule`: "fp8", "fp8-both", None for the rows' dtype.
 
     Attributes:
         l_aux: loss of the last forward, also an attribute of its result.
@@ -72,7 +74,9 @@ class MOELayer(Constructed, nn.Module):
     # By name of expert parameter; absent in layers pickled by earlier versions.
     _marks: dict[str, dict[str, Any]] = {}
     _num_global_experts: Tensor
-    _require_wrapper: WrapperCheck | None = None  # absent in layers pickled by earlier versions
+    # Absent in layers pickled by earlier versions.
+    _require_wrapper: WrapperCheck | None = None
+    wire: str | None = None
 
     __jit_ignored_attributes__ = RefusesScripting()
 
@@ -99,6 +103,7 @@ class MOELayer(Constructed, nn.Module):
         is_gshard_loss: bool = True,
         parallel_type: str = "adaptive:1",
         use_2dh: bool = False,
+        wire: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -127,6 +132,8 @@ class MOELayer(Constructed, nn.Module):
         self.batch_prioritized_routing = batch_prioritized_routing or read_integer("BATCH_PRIO", 0) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.a2a_ffn_overlap_degree, self.use_2dh = described.parse_degree(a2a_ffn_overlap_degree), use_2dh
+        find_wire_format(wire)  # refuses unknown formats
+        self.wire = wire
         self.megablocks_size = 0
         self._dispatchers: dict[int, LayerDispatcher] = {}
         # Tutel's order, experts before gates, for equal initial values.
@@ -337,7 +344,8 @@ class MOELayer(Constructed, nn.Module):
             if r == 0 or self.world_size == 1:
                 dispatcher = LayerDispatcher(Topology(), peers=topology_of(self.group))
             else:
-                dispatcher = LayerDispatcher(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
+                topology, algorithm = topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct"
+                dispatcher = LayerDispatcher(topology, algorithm, s // r, wire=self.wire)
             self._dispatchers[r] = dispatcher
         return self._dispatchers[r]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.empty_warps import GROUPS, warps_kernel
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
@@ -31,12 +32,16 @@ _TABLES = {"tiles_ptr": torch.int32, "used_ptr": torch.int32, "ends_ptr": torch.
 
 
 def aot_cases() -> list[AotCase]:
+    warps = AotCase("warp groups", warps_kernel, {"out_ptr": torch.int32, "GROUPS": GROUPS}, targets=(90,))
     return [
-        _case(variant, candidate.config, place == 0, widens)
-        for variant in variants(True)
-        for place, candidate in enumerate(gluon_candidates(variant, (9, 0)))
-        for widens in (False, True)[: 1 + can_widen(variant)]
-        if isinstance(candidate.config, HopperConfig)
+        warps,
+        *(
+            _case(variant, candidate.config, place == 0, widens)
+            for variant in variants(True)
+            for place, candidate in enumerate(gluon_candidates(variant, (9, 0)))
+            for widens in (False, True)[: 1 + can_widen(variant)]
+            if isinstance(candidate.config, HopperConfig)
+        ),
     ]
 
 

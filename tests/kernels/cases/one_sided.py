@@ -14,10 +14,10 @@ from bench.gpu import returned_rows
 from fusedmoe.comm.one_sided.receive_buffers import SLOTS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton.gather_sum import accumulation_dtype, columns
-from fusedmoe.kernels.triton.grouped import holder
+from fusedmoe.kernels.triton.grouped import autotune
 from fusedmoe.kernels.triton.jit import MAX_REGISTERS
+from fusedmoe.kernels.triton.layout import block_sizes
 from fusedmoe.kernels.triton.one_sided import network, plan, put, receive, remote
-from fusedmoe.kernels.triton.tiles import block_sizes
 from tests.kernels.cases import AotCase
 
 
@@ -251,5 +251,5 @@ def _of_reading(name: str, experts: int, peers: int, far: bool, limited: bool, b
 
 def _held() -> AotCase:
     arguments = {"flag_ptr": torch.int32, "sink_ptr": torch.int32, "epoch": "i32", "max_polls": "i32"}
-    arguments["NUMBERS"] = holder.NUMBERS
-    return AotCase("hold multiprocessors", holder.hold_kernel, arguments, {"num_warps": holder.WARPS})
+    arguments["NUMBERS"] = autotune.NUMBERS
+    return AotCase("hold multiprocessors", autotune.hold_kernel, arguments, {"num_warps": autotune.HOLDER_WARPS})

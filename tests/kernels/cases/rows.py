@@ -8,7 +8,7 @@ import torch
 
 from fusedmoe.kernels.triton import activation, gather_sum, layout, wire
 from fusedmoe.kernels.triton.jit import MAX_REGISTERS
-from fusedmoe.kernels.triton.tiles import block_sizes, sort_tiles_kernel, tiles_kernel
+from fusedmoe.kernels.triton.layout import block_sizes, sort_tiles_kernel, tiles_kernel
 from tests.kernels.cases import AotCase
 
 
@@ -145,16 +145,15 @@ def _of_wire_formats() -> list[AotCase]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         half, kind = dtype == torch.bfloat16, str(dtype)[6:]
         for dim in (100, 512, 4096, 7168):
-            options, block = wire.launch_options(dim), wire.columns(dim)
+            options, blocks = wire.launch_options(dim), wire.num_blocks(dim)
             of_rows = {"x_ptr": dtype, "M": dim, "stride": dim}
-            pack = {**of_rows, "out_ptr": torch.uint8, **wire.pack_constants(dim)}
+            pack = {**of_rows, "blocks": blocks, "out_ptr": torch.uint8, **wire.pack_constants(dim)}
             out = torch.int16 if half else dtype
-            unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "AS_BF16": half, "BLOCK": block}
-            round_off = {**of_rows, "out_ptr": torch.int16, "BLOCK": block}
+            unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "blocks": blocks}
+            unpack |= {"AS_BF16": half, **wire.block_constants(dim)}
             kernels = (
                 ("pack fp8", wire.pack_fp8_kernel, pack),
                 ("unpack fp8", wire.unpack_fp8_kernel, unpack),
-                ("pack bf16", wire.pack_bf16_kernel, round_off),
             )
             for name, kernel, arguments in kernels:
                 quick, rare = half and dim == 7168, dim not in (100, 7168)

@@ -34,8 +34,8 @@ from fusedmoe.kernels.deduplicate import deduplicate_tokens
 from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.one_sided import expand_to_shards
 from fusedmoe.kernels.triton.one_sided import put, remote
-from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.task import PHASES, PIPELINE, Task
+from fusedmoe.schedule.task_orders import list_plan
 from tests.kernels.device.far import FarHeap
 
 CPU = torch.device("cpu")

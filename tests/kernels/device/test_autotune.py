@@ -19,12 +19,11 @@ from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.grouped import define_dweight
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
-from fusedmoe.kernels.triton.grouped import autotune, verified
-from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord
+from fusedmoe.kernels.triton.grouped import autotune, configs
+from fusedmoe.kernels.triton.grouped.autotune import Tuner, TuningRecord, hold_kernel
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig, Key, Variant
 from fusedmoe.kernels.triton.grouped.dweight import dweight
-from fusedmoe.kernels.triton.grouped.holder import hold_kernel
 from fusedmoe.kernels.triton.grouped.product import product
 from tests.kernels.device.test_configurations import variant
 
@@ -512,7 +511,7 @@ def test_multiprocessors_are_held_around_each_timed_run(monkeypatch: pytest.Monk
 def test_gpu_tuner_times_verified_configurations_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tuner times nothing on a GPU type that nobody has verified."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "stand-in")
-    monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
+    monkeypatch.setattr(configs, "TRITON_VERSION", "3.6.0")
     key = Key(Variant("down", "bfloat16", "ieee", "", False, False, True, True), 768, 2048, 8, 1024)
 
     def candidates(**changed: Any) -> list[Config]:

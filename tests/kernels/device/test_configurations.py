@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.gpu import correctness
 from bench.gpu.correctness import check
-from fusedmoe.kernels.tiles import Tiles
+from fusedmoe.kernels.layout import Tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,

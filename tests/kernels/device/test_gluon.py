@@ -9,8 +9,8 @@ from bench.gpu.apart import Case, check_apart
 from bench.gpu.correctness import check
 from bench.gpu.gluon_first import variants
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.triton.grouped.autotune import NUM_OCCUPIED
 from fusedmoe.kernels.triton.grouped.configs import Variant, gluon_candidates, with_programs
-from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED
 
 _HOPPER = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusedmoe import autograd
+from fusedmoe.autograd.grouped import grouped_linear
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.grouped import define_product
 from tests.kernels.device.test_padding import padded, rows_of_nan_behind
@@ -24,7 +25,7 @@ def test_grouped_linear_equals_float64_with_gradients(device: torch.device, tran
     shape = (E, O, K) if transposed else (E, K, O)
     weight = torch.randn(*shape[::2], shape[1], device=device).transpose(1, 2).requires_grad_()
     bias_EO = torch.randn(E, O, device=device, requires_grad=True) if bias else None
-    out_NO = autograd.grouped_linear(rows_NK, layout, weight, bias_EO, transposed=transposed)
+    out_NO = grouped_linear(rows_NK, layout, weight, bias_EO, transposed=transposed)
     dout_NO = rows_of_nan_behind(kept, out_NO.detach())
     out_NO.backward(dout_NO)
 
@@ -54,7 +55,7 @@ def test_grouped_linear_with_empty_experts(device: torch.device) -> None:
     layout = autograd.order(torch.full((5, 1), 2, device=device), E)
     weight = torch.randn(E, O, K, device=device, requires_grad=True)
     rows_NK = torch.randn(5, K, device=device)
-    out_NO = autograd.grouped_linear(rows_NK, layout, weight)
+    out_NO = grouped_linear(rows_NK, layout, weight)
     wanted = define_product(rows_NK.cpu(), torch.full((5,), 2), weight.detach().cpu(), True)
     torch.testing.assert_close(out_NO.detach().cpu(), wanted, rtol=2e-3, atol=2e-3)
     out_NO.sum().backward()
@@ -64,7 +65,7 @@ def test_grouped_linear_with_empty_experts(device: torch.device) -> None:
 def test_grouped_linear_without_rows(device: torch.device) -> None:
     layout = autograd.order(torch.empty(0, 2, dtype=torch.long, device=device), E)
     weight = torch.randn(E, O, K, device=device, requires_grad=True)
-    out_NO = autograd.grouped_linear(torch.empty(0, K, device=device), layout, weight)
+    out_NO = grouped_linear(torch.empty(0, K, device=device), layout, weight)
     out_NO.sum().backward()
     assert out_NO.shape == (0, O) and weight.grad is not None and not weight.grad.any()
 
@@ -81,6 +82,6 @@ def test_grouped_linear_rejects_wrong_shapes(device: torch.device) -> None:
         "rows_NK must hold floating-point": (rows_NK.int(), layout, weight),
     }.items():
         with pytest.raises(ConfigError, match=match):
-            autograd.grouped_linear(*given)  # type: ignore[arg-type]
+            grouped_linear(*given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"weight must be \[4, 24, O\]"):
-        autograd.grouped_linear(rows_NK, layout, weight, transposed=False)
+        grouped_linear(rows_NK, layout, weight, transposed=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.gather_sum import permute
-from fusedmoe.kernels.layout import Layout, build_layout
+from fusedmoe.kernels.layout import Layout, build_layout, define_tiles
 from fusedmoe.kernels.one_sided import (
     Addresses,
     Arrivals,
@@ -21,7 +21,6 @@ from fusedmoe.kernels.one_sided import (
     define_arrivals,
     define_sends,
 )
-from fusedmoe.kernels.tiles import define_tiles
 from fusedmoe.kernels.triton.one_sided import plan
 from fusedmoe.kernels.triton.one_sided.plan import copy_received_rows, plan_sends, read_metadata
 from tests.marks import interpreted_slowly

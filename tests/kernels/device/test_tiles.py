@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fusedmoe.kernels.layout import offsets
+from fusedmoe.kernels.layout import define_arrival_order, define_tiles, offsets, tile_bound
 from fusedmoe.kernels.one_sided import Bounds, Wait
-from fusedmoe.kernels.tiles import define_arrival_order, define_tiles, tile_bound
-from fusedmoe.kernels.triton.tiles import make_tiles, sort_tiles
+from fusedmoe.kernels.triton.layout import make_tiles, sort_tiles
 from tests.marks import interpreted_slowly
 
 

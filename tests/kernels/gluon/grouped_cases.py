@@ -18,7 +18,7 @@ from fusedmoe.kernels.gluon.grouped.pipeline import rows_of_group
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight
-from fusedmoe.kernels.tiles import define_tiles
+from fusedmoe.kernels.layout import define_tiles
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from tests.gluon_interpreter import interpret
 from tests.marks import slowly

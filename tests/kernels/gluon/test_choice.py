@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from bench.gpu import gluon_first
 from bench.gpu.results import RESULTS
-from fusedmoe.kernels.generation import TABLE_SHARED_BYTES, generation
-from fusedmoe.kernels.triton.grouped import autotune, verified
+from fusedmoe.kernels.backend import TABLE_SHARED_BYTES, generation
+from fusedmoe.kernels.triton.grouped import autotune, configs
 from fusedmoe.kernels.triton.grouped.autotune import (
+    NUM_OCCUPIED,
     Tuner,
     TuningRecord,
     all_candidates,
@@ -31,15 +32,17 @@ from fusedmoe.kernels.triton.grouped.autotune import (
 )
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
+    VERIFIED,
     Config,
+    Gpu,
     HopperConfig,
     Key,
     Variant,
+    is_verified,
+    name_of,
     order_by_shape,
     with_programs,
 )
-from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED
-from fusedmoe.kernels.triton.grouped.verified import VERIFIED, Gpu, is_verified, name_of
 
 MULTIPROCESSORS = 132
 HOPPER = Gpu((9, 0), 232_448, MULTIPROCESSORS)
@@ -122,7 +125,7 @@ def test_gluon_is_never_default() -> None:
 @pytest.fixture
 def verified_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the version of Triton with which the Gluon form was verified, whichever is installed."""
-    monkeypatch.setattr(verified, "TRITON_VERSION", "3.6.0")
+    monkeypatch.setattr(configs, "TRITON_VERSION", "3.6.0")
 
 
 # --- The table of verified configurations ---
@@ -157,14 +160,14 @@ def test_verified_candidates_on_hopper(operation: str) -> None:
 
 @pytest.mark.parametrize("version", ["3.6.1", "3.7.0", "4.0.0", "3.6.0+git1"])
 def test_gluon_is_not_timed_with_unverified_triton(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(verified, "TRITON_VERSION", version)
+    monkeypatch.setattr(configs, "TRITON_VERSION", version)
     for operation in OPERATIONS:
         of = key(operation, extra=operation == "dhidden")
         assert gluon(HOPPER, of) and verified_candidates(HOPPER, of) == table_of(HOPPER, of)
 
 
 def test_verified_triton_version_is_installed_version() -> None:
-    assert verified.TRITON_VERSION.partition("+")[0] == metadata.version("triton").partition("+")[0]
+    assert configs.TRITON_VERSION.partition("+")[0] == metadata.version("triton").partition("+")[0]
 
 
 def test_verified_table_names_existing_candidates() -> None:
@@ -338,7 +341,7 @@ from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import all_candidates, tuner, untuned_choice
 from fusedmoe.kernels.triton.grouped.configs import Key, Variant
-from fusedmoe.kernels.triton.grouped.verified import Gpu
+from fusedmoe.kernels.triton.grouped.configs import Gpu
 from fusedmoe.kernels.experts import Weights
 
 layout = contiguous_layout(torch.tensor([3, 0]), 3)

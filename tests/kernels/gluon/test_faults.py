@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fusedmoe.kernels.gluon.grouped import columns, dhidden, dweight, gathered, pipeline
+from fusedmoe.kernels.gluon.grouped import columns, dhidden, dweight, pipeline
 from fusedmoe.kernels.gluon.grouped.pipeline import bulk_load
 from tests.gluon_interpreter import KernelFault
 from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
@@ -243,7 +243,7 @@ IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
         "deadlock|is read (before|without)|wrong phase|is written without",
     ),
     "H loaded for one half only": (
-        gathered.expect_bytes,
+        pipeline.expect_bytes,
         _called_by(
             "load_gathered", lambda announce: lambda full, it, stages, size: announce(full, it, stages, size // 2)
         ),

@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from bench.gpu.correctness import check
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped import launch
-from fusedmoe.kernels.tiles import Tiles, define_tiles
+from fusedmoe.kernels.layout import Tiles, define_tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
 from tests.gluon_interpreter import interpret

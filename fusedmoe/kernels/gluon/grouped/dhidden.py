@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, store_layout
-from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     await_full,
     blocks,
+    load_gathered,
     locate,
     make_ring,
     multiply,

@@ -15,12 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import store_boxes, store_tile
-from fusedmoe.kernels.gluon.grouped.gathered import begin_step, copy_layout, end_steps
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     await_empty,
+    begin_step,
     blocks,
     bulk_load,
+    copy_layout,
     copy_rows,
+    end_steps,
     expect_bytes,
     make_ring,
     mark_filled,

@@ -8,8 +8,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_box
-from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
-from fusedmoe.kernels.gluon.grouped.pipeline import blocks, locate, make_ring, mma_layout, multiply, tiles_in
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    blocks,
+    load_gathered,
+    locate,
+    make_ring,
+    mma_layout,
+    multiply,
+    tiles_in,
+)
 
 
 @gluon.jit

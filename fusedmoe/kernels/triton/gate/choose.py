@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.backend import BLACKWELL, HOPPER, INTERPRET, Capability, generation_of
 from fusedmoe.kernels.gate import MIN_SUM, SCORES, GateChoice, GateRule
-from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.gate.router import (
     Tile,
     empty_summands,
@@ -335,21 +334,29 @@ def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
 
 def choose(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """Compute `define_choice` of float32 logits. Not differentiable."""
-    return _choose(None, None, logits_SE.contiguous(), rule, bias_E)
+    tile = rowwise_tile(logits_SE.shape[1], generation_of(logits_SE.device))
+    return _choose(logits_SE.contiguous(), rule, bias_E, tile)
 
 
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """Compute `define_choice` of x·Wᵀ. Not differentiable."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
-    experts = weight_EM.shape[0]
-    if fused_tile(experts, operand_to_split(x_SM.dtype, weight_EM.dtype), generation_of(x_SM.device)) is None:
-        return _choose(None, None, logits(x_SM, weight_EM), rule, bias_E)
+    experts, split = weight_EM.shape[0], operand_to_split(x_SM.dtype, weight_EM.dtype)
+    tile = fused_tile(experts, split, generation_of(x_SM.device))
+    if tile is None:
+        return choose(logits(x_SM, weight_EM), rule, bias_E)
     logits_SE = torch.empty((x_SM.shape[0], experts), dtype=torch.float32, device=x_SM.device)
-    return _choose(x_SM, weight_EM, logits_SE, rule, bias_E)
+    return _choose(logits_SE, rule, bias_E, tile, x_SM, weight_EM, split)
 
 
 def _choose(
-    x_SM: Tensor | None, weight_EM: Tensor | None, logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None
+    logits_SE: Tensor,
+    rule: GateRule,
+    bias_E: Tensor | None,
+    tile: Tile,
+    x_SM: Tensor | None = None,
+    weight_EM: Tensor | None = None,
+    split: str = "",
 ) -> GateChoice:
     (S, E), B = logits_SE.shape, rule.sequences(logits_SE.shape[0])
     device, single = logits_SE.device, torch.float32
@@ -361,13 +368,7 @@ def _choose(
         zeros = (torch.zeros((B, E), dtype=single, device=device) for _ in range(2))
         score_BE, count_BE = zeros if rule.statistics else (None, None)
         return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S, bad)
-    tile = rowwise_tile(E, generation_of(logits_SE.device))
-    M, product = 0, {"EVEN": True, "SPLIT": ""}
-    if x_SM is not None and weight_EM is not None:
-        M, split = x_SM.shape[1], operand_to_split(x_SM.dtype, weight_EM.dtype)
-        fused = fused_tile(E, split, generation_of(x_SM.device))
-        assert fused is not None
-        tile, product = fused, {"EVEN": M % fused.depth == 0, "SPLIT": split}
+    M = 0 if x_SM is None else x_SM.shape[1]
     blocks, tiles = triton.cdiv(S // B, tile.rows), 1
     if x_SM is None:
         tiles = triton.cdiv(blocks, max(_PROGRAMS // B, 1))
@@ -377,7 +378,7 @@ def _choose(
         x_SM, weight_EM, logits_SE, bias_E, expert_SK, weight_SK, sums, logsumexp_S, bad,
         S // B, blocks, B * blocks, tiles, M, E, rule.scale,
         BIAS=bias_E is not None, STATISTICS=rule.statistics, PRODUCT=x_SM is not None, INTERPRET=INTERPRET,
-        BK=tile.depth, num_stages=tile.stages, **product, **launch_options(rule, tile),
+        EVEN=M % tile.depth == 0, SPLIT=split, BK=tile.depth, num_stages=tile.stages, **launch_options(rule, tile),
     )  # fmt: skip
     if sums is None:
         return GateChoice(expert_SK, weight_SK, logits_SE, None, None, logsumexp_S, bad)

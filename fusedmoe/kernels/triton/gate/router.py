@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.backend import BLACKWELL, HOPPER, INTERPRET, Capability, generation_of
 from fusedmoe.kernels.gate import summands_shape
-from fusedmoe.kernels.generation import BLACKWELL, HOPPER, Capability, generation_of
 from fusedmoe.kernels.triton.jit import jit
 
 # Number of parts of the token sum of dW, which fill a GPU. Constant: the result must not depend on the GPU.

@@ -1,7 +1,8 @@
 """Autotuning of the grouped GEMMs: time candidate configurations on first use, on a GPU.
 
-Candidates are the configurations verified on this kind of GPU (`verified.py`); tuning does not check results. They are
-timed interleaved, on the launch itself. Choices are cached in a file per GPU. FUSEDMOE_GLUON=0 excludes the Gluon form.
+Candidates are the configurations verified on this kind of GPU (`configs.VERIFIED`); tuning does not check results. They
+are timed interleaved, on the launch itself. Choices are cached in a file per GPU. FUSEDMOE_GLUON=0 excludes the Gluon
+form.
 
 The default of `configs` is used for small launches; under CUDA graph capture or deterministic algorithms (a timed
 choice may change the last bits between machines); if FUSEDMOE_AUTOTUNE is 0; and on a GPU without verified
@@ -31,22 +32,25 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
+from torch import Tensor
 
 from fusedmoe.files import cache_dir, read_cache_file, write_cache_file
-from fusedmoe.kernels.generation import generation
+from fusedmoe.kernels.backend import generation
 from fusedmoe.kernels.triton.grouped.call import ChooseConfig
 from fusedmoe.kernels.triton.grouped.configs import (
     Capability,
     Config,
     ConfigCandidate,
+    Gpu,
     Key,
     candidates,
     gluon_candidates,
+    is_verified,
     order_by_shape,
     with_programs,
 )
-from fusedmoe.kernels.triton.grouped.holder import NUM_OCCUPIED, MultiprocessorHolder
-from fusedmoe.kernels.triton.grouped.verified import Gpu, is_verified
+from fusedmoe.kernels.triton.jit import jit
 
 # Candidate configurations, the untuned default first.
 Candidates = Callable[[Key], Sequence[Config]]
@@ -63,6 +67,12 @@ _ROUNDS, _MAX_ROUNDS, _NUM_FASTEST = 3, 20, 3
 _TIME_LIMIT_S = 1.0
 _HANG_TIMEOUT_S = 30.0
 _MAX_FLUSHES = 32
+# Occupied by one program each.
+NUM_OCCUPIED = 16
+# As in communication kernels: a program that needs most of a multiprocessor does not fit alongside.
+HOLDER_WARPS, NUMBERS = 16, 512
+# Maximum polls of a program, some hundred milliseconds; and of a short delay.
+_MAX_POLLS, _DELAY_POLLS = 100_000, 200
 
 
 def untuned_choice(capability: Capability | None) -> ChooseConfig:
@@ -262,17 +272,14 @@ class Tuner:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self._exclude_failed(key, config, error)
+            # Recorded first, so the next process does not retry it.
+            self._record_fault(key, config, f"{type(error).__name__}: {error}"[:1000])
+            if isinstance(error, TimeoutError) or _is_gpu_lost():
+                raise RuntimeError(
+                    f"{key.variant} in {config} {error}; this process cannot use the GPU any more. The configuration "
+                    "is excluded from now on: restart the process"
+                ) from error
             return None
-
-    def _exclude_failed(self, key: Key, config: Config, error: Exception) -> None:
-        # Recorded first, so the next process does not retry it.
-        self._record_fault(key, config, f"{type(error).__name__}: {error}"[:1000])
-        if isinstance(error, TimeoutError) or _is_gpu_lost():
-            raise RuntimeError(
-                f"{key.variant} in {config} {error}; this process cannot use the GPU any more. The configuration is "
-                "excluded from now on: restart the process"
-            ) from error
 
     def _record_fault(self, key: Key, config: Config, fault: str) -> None:
         self.record.faults[_failed_config_key(key, config)] = fault
@@ -349,6 +356,43 @@ def poll_until(ended: Callable[[], bool], seconds: float) -> None:
         if time.monotonic() > limit:
             raise TimeoutError(f"has not ended after {seconds:g} seconds")
         time.sleep(1e-3)
+
+
+@jit(do_not_specialize=["epoch", "max_polls"])
+def hold_kernel(flag_ptr, sink_ptr, epoch, max_polls, NUMBERS: tl.constexpr):
+    """Run until the flag equals `epoch`, at most `max_polls` polls; load and store a few numbers between polls."""
+    at = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    polls = 0
+    seen = tl.load(flag_ptr, volatile=True)
+    while (seen != epoch) & (polls < max_polls):
+        tl.store(sink_ptr + at, tl.load(sink_ptr + at, volatile=True) + 1)
+        seen = tl.load(flag_ptr, volatile=True)
+        polls += 1
+
+
+class MultiprocessorHolder:
+    """Occupies multiprocessors between `hold` and `release` around a launch on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._sink = torch.zeros((NUM_OCCUPIED + 1) * NUMBERS, dtype=torch.int32, device=device)
+        self._epoch = 0
+
+    def hold(self) -> None:
+        self._epoch += 1
+        self._stream.wait_stream(torch.cuda.current_stream())  # not before the timed launch could start
+        with torch.cuda.stream(self._stream):
+            self._launch(NUM_OCCUPIED, self._sink, self._epoch, _MAX_POLLS)
+        # The programs must be resident before the launch, which could fill the GPU.
+        self._launch(1, self._sink[NUM_OCCUPIED * NUMBERS :], -1, _DELAY_POLLS)
+
+    def release(self) -> None:
+        self._flag.fill_(self._epoch)
+        torch.cuda.current_stream().wait_stream(self._stream)  # must not overlap the next timed launch
+
+    def _launch(self, programs: int, sink: Tensor, epoch: int, max_polls: int) -> None:
+        hold_kernel[(programs,)](self._flag, sink, epoch, max_polls, NUMBERS=NUMBERS, num_warps=HOLDER_WARPS)
 
 
 def _prepare_timer(

@@ -13,11 +13,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, Tiles
 from fusedmoe.kernels.one_sided import Put, Wait, network_pointers, nvshmem_options
-from fusedmoe.kernels.tiles import Tiles
 from fusedmoe.kernels.triton.grouped.configs import Config, Key, Variant, bucket, is_even
-from fusedmoe.kernels.triton.tiles import make_tiles, sort_tiles
+from fusedmoe.kernels.triton.layout import make_tiles, sort_tiles
 
 Result = TypeVar("Result")
 

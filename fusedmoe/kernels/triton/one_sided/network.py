@@ -154,7 +154,7 @@ def signal_far(peers: PeerSignal, epoch: Tensor, network: Network) -> None:
     """Set this rank's signal at remote peers, after all puts of earlier launches on the stream."""
     signal_far_kernel[(peers.table.numel(),)](
         peers.signals, peers.signal_index, peers.table, network.pe_W, network.dummy_signal, epoch,
-        num_warps=1, **network.options,
+        num_warps=1, extern_libs=dict(network.libraries),
     )  # fmt: skip
 
 

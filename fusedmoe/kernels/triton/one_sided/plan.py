@@ -19,13 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, Tiles, tile_bound
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, ArrivedChunk, ReturnBuffers, RowLimit, Sends
-from fusedmoe.kernels.tiles import Tiles, tile_bound
 from fusedmoe.kernels.triton.gather_sum import columns
 from fusedmoe.kernels.triton.jit import MAX_REGISTERS, jit
-from fusedmoe.kernels.triton.layout import ALONE
-from fusedmoe.kernels.triton.tiles import block_sizes, find_tiles
+from fusedmoe.kernels.triton.layout import ALONE, block_sizes, find_tiles
 
 # Tokens per block; a program compares each with all of a peer's experts.
 TOKENS = 128
@@ -411,16 +409,9 @@ def read_metadata(
             for number, store in enumerate(stores)
         ]
         arrivals = Arrivals(layout, weight[chunk], peer[chunk], result_row[chunk], num_rows[chunk])
+        counters = put_counter[chunk], later_put_counter[chunk]
         of_chunk = dict(zip(heights, row_tiles[chunk::degree], strict=True))
-        chunks.append(
-            ArrivedChunk(
-                arrivals,
-                addresses_of[:slots],
-                addresses_of[slots:],
-                (put_counter[chunk], later_put_counter[chunk]),
-                of_chunk,
-            )
-        )
+        chunks.append(ArrivedChunk(arrivals, addresses_of[:slots], addresses_of[slots:], counters, of_chunk))
     return chunks
 
 

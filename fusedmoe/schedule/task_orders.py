@@ -1,7 +1,13 @@
-"""Tabu search over the task orders of a plan, for orders that list scheduling cannot find.
+"""Task orders: list scheduling by critical-path priority, gradient all-reduces in idle slots, and a tabu search.
+
+List scheduling: when a resource is free, the ready task with the longest path to the end starts; gradient all-reduces
+start only if no other task is ready (the pool of FlowMoE §3.3). There is no preemption. Forward-backward passes then
+improve the schedule (Li and Willis, "An iterative scheduling technique for resource-constrained project scheduling",
+1992): a backward pass starts each task, including gradient all-reduces, as late as possible, and a forward pass gives
+priority to tasks without slack.
 
 A list schedule never leaves a resource idle while a task is ready: instead of waiting 0.1 ms for the next chunk, the
-processor starts a long weight gradient, which delays the chunk and all its dependents. This search can wait.
+processor starts a long weight gradient, which delays the chunk and all its dependents. The tabu search can wait.
 
 Only tasks on critical paths matter. A block is a run of them on one resource without a gap. A move puts a task of a
 block after a later one or before an earlier one; its effect is estimated by the longest path through the tasks between
@@ -14,17 +20,27 @@ All ranks compute the same plan: iterations depend only on the number of tasks, 
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fusedmoe.schedule.cost import Costs
-from fusedmoe.schedule.events import followers_of
-from fusedmoe.schedule.list_schedule import indexed_dependencies
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Costs, Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import ROUNDING, fastest_plan
-from fusedmoe.schedule.task import FUSED, RESOURCES, resources_of
+from fusedmoe.schedule.simulate import IDLE_ONLY, ROUNDING, fastest_plan, run
+from fusedmoe.schedule.task import (
+    FUSED,
+    RESOURCES,
+    Task,
+    TaskKind,
+    followers_of,
+    issue_order,
+    resources_of,
+    standard_dependencies,
+)
+
+_NUM_IMPROVEMENTS = 3  # of a list schedule
 
 # Maxima of iterations and of tasks × iterations: 76 iterations for 1,300 tasks (24 layers), well below 1 s.
 _MAX_ITERATIONS, _MAX_EVALUATIONS = 800, 100_000
@@ -36,6 +52,124 @@ _PATIENCE = 150
 _TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
 _NUM_RANDOM_MOVES = 4  # after each return
 _MAX_DISTANCE = 12  # of a move
+
+
+class _TaskGraph:
+    """Tasks by index, with durations, dependencies and resources. Gradient all-reduces also keep their order."""
+
+    def __init__(self, tasks: Iterable[Task], seconds: Mapping[Task, float]) -> None:
+        self._tasks = list(tasks)
+        self._seconds = [seconds[task] for task in self._tasks]
+        self._on = [RESOURCES.index(resources_of(task.kind)[0]) for task in self._tasks]
+        number = {task: place for place, task in enumerate(self._tasks)}
+        needed = standard_dependencies(self._tasks)
+        self._before = [[number[one] for one in needed[task]] for task in self._tasks]
+        # Each bucket holds the bytes after those of the previous one.
+        for earlier, bucket in pairwise(task for task in self._tasks if task.kind == TaskKind.GRADIENT_ALL_REDUCE):
+            self._before[number[bucket]].append(number[earlier])
+        self._followers = followers_of(self._before)
+
+    def _plan(self, orders: Iterable[Iterable[int]]) -> Plan:
+        """Return the plan of the orders of all resources."""
+        tasks = ([self._tasks[place] for place in order] for order in orders)
+        return Plan.from_orders(dict(zip(RESOURCES, tasks, strict=True)))
+
+
+def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float]) -> Plan:
+    """Return the plan of the list schedule without contention."""
+    return ListSchedule(tasks, seconds).plan()
+
+
+class ListSchedule(_TaskGraph):
+    """A list schedule of tasks. `makespan_s` is much cheaper than `plan`.
+
+    `cutoff_s`: a first schedule that takes at least this long is not improved.
+    """
+
+    def __init__(self, tasks: Iterable[Task], seconds: Mapping[Task, float], cutoff_s: float = math.inf) -> None:
+        super().__init__(tasks, seconds)
+        self._order = issue_order(self._before, self._followers)
+        self._starts, self._end_s = self._best_schedule(cutoff_s)
+
+    def makespan_s(self, contention: Contention = NO_CONTENTION) -> float:
+        """Return the plan's seconds under contention, which lengthens tasks but changes no order."""
+        if not contention.disturbs([RESOURCES[number] for number in set(self._on)]):
+            return self._end_s
+        before, followers = ([list(waited) for waited in each] for each in (self._before, self._followers))
+        for order in self._orders():
+            for earlier, place in pairwise(order):
+                before[place].append(earlier)
+                followers[earlier].append(place)
+        return max(run(before, followers, self._on, self._seconds, speeds=contention.speeds)[1])
+
+    def plan(self) -> Plan:
+        return self._plan(self._orders())
+
+    def _orders(self) -> list[list[int]]:
+        # Of tasks that start together, all but the last take no time. Dependents have a larger depth.
+        depth = [0] * len(self._tasks)
+        for place in self._order:
+            depth[place] = 1 + max((depth[one] for one in self._before[place]), default=0)
+        keys = list(zip(self._starts, (seconds > 0 for seconds in self._seconds), depth, strict=True))
+        orders: list[list[int]] = [[] for _ in RESOURCES]
+        for place in sorted(range(len(keys)), key=keys.__getitem__):
+            orders[self._on[place]].append(place)
+        return orders
+
+    def _best_schedule(self, cutoff_s: float) -> tuple[list[float], float]:
+        starts, end = self._schedule(self._priorities())
+        for _ in range(_NUM_IMPROVEMENTS if end < cutoff_s else 0):
+            ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
+            late, _ = self._schedule([-end_s for end_s in ends], True)
+            again, sooner = self._schedule([-start - took for start, took in zip(late, self._seconds, strict=True)])
+            if sooner >= end:
+                break
+            starts, end = again, sooner
+        return starts, end
+
+    def _priorities(self) -> list[float]:
+        path_s = [0.0] * len(self._tasks)  # seconds of the critical path from the task's start to the end
+        for place in reversed(self._order):
+            # Not `max`: it would build a list per task, and a search makes thousands of schedules.
+            longest = 0.0
+            for later in self._followers[place]:
+                if path_s[later] > longest:
+                    longest = path_s[later]
+            path_s[place] = self._seconds[place] + longest
+        # Gradients have the lowest priority; at most one is ready at a time.
+        return [
+            math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
+            for task, seconds in zip(self._tasks, path_s, strict=True)
+        ]
+
+    def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
+        # Backwards, times count from the end.
+        before, followers = (self._followers, self._before) if backwards else (self._before, self._followers)
+        starts, ends = run(before, followers, self._on, self._seconds, priority)
+        return starts, max(ends, default=0.0)
+
+
+def fill_idle_slots(
+    orders: Mapping[str, Sequence[Task]], seconds: Mapping[Task, float], buckets: Iterable[Task], line: Line
+) -> Plan:
+    """Insert gradient buckets into fixed orders wherever `inter` would be idle (Lina, FlowMoE's pool).
+
+    A bucket is not preempted and may delay other tasks on `inter`. Ignores contention.
+    """
+    bare, waiting = Plan.from_orders(orders), list(buckets)
+    tasks = [*bare.sequence, *waiting]
+    number = {task: place for place, task in enumerate(tasks)}
+    dependencies = standard_dependencies(tasks)
+    before: list[Sequence[int]] = list(bare.before)
+    for bucket in waiting:
+        ahead = [len(before) - 1] if bucket is not waiting[0] else []
+        before.append([*(number[one] for one in dependencies[bucket]), *ahead])
+    on = bare.graph[1] + [RESOURCES.index("inter") + IDLE_ONLY] * len(waiting)
+    took = [seconds[task] for task in bare.sequence] + [line.seconds(bucket.size or 0) for bucket in waiting]
+    starts, _ = run(before, followers_of(before), on, took)
+    # Among tasks that start together, buckets are last.
+    inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])
+    return Plan.from_orders({**orders, "inter": inter})
 
 
 def improved_order(plan: Plan, costs: Costs) -> Plan:
@@ -59,16 +193,11 @@ class _Move(NamedTuple):
     target: int
 
 
-class _OrderSearch:
+class _OrderSearch(_TaskGraph):
     """Task orders of the three resources, changed one move at a time."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
-        self._tasks = list(plan.sequence)
-        seconds = costs.seconds(plan)
-        self._seconds = [seconds[task] for task in self._tasks]
-        self._before = indexed_dependencies(self._tasks)
-        self._followers = followers_of(self._before)
-        self._on = [RESOURCES.index(resources_of(task.kind)[0]) for task in self._tasks]
+        super().__init__(plan.sequence, costs.seconds(plan))
         self._orders: list[list[int]] = [[] for _ in RESOURCES]
         for place, resource in enumerate(self._on):  # `sequence` has each resource's tasks in order
             self._orders[resource].append(place)
@@ -76,8 +205,7 @@ class _OrderSearch:
         self._random = random.Random(0)
 
     def plan(self) -> Plan:
-        orders = ([self._tasks[place] for place in order] for order in self._orders)
-        return Plan.from_orders(dict(zip(RESOURCES, orders, strict=True)))
+        return self._plan(self._orders)
 
     def run(self) -> None:
         now_s = self._evaluate()
@@ -132,27 +260,19 @@ class _OrderSearch:
         """Compute all earliest starts and longest paths to the end. Returns the makespan, or None for a cycle."""
         seconds, followers, heads, tails = self._seconds, self._followers, self._heads, self._tails
         waits = list(map(len, self._before))
-        behind = [-1] * len(waits)
+        behind: list[tuple[int, ...]] = [()] * len(waits)
         for order in self._orders:
             for earlier, later in pairwise(order):
-                behind[earlier] = later
+                behind[earlier] = (later,)
                 waits[later] += 1
         ready = [place for place, count in enumerate(waits) if not count]
-        for place in range(len(heads)):
-            heads[place] = 0.0
+        heads[:] = [0.0] * len(heads)
         done: list[int] = []
         while ready:
             place = ready.pop()
             done.append(place)
             end = heads[place] + seconds[place]
-            for later in followers[place]:
-                if heads[later] < end:
-                    heads[later] = end
-                waits[later] -= 1
-                if not waits[later]:
-                    ready.append(later)
-            later = behind[place]
-            if later >= 0:
+            for later in (*followers[place], *behind[place]):
                 if heads[later] < end:
                     heads[later] = end
                 waits[later] -= 1
@@ -162,10 +282,8 @@ class _OrderSearch:
             return None
         makespan = 0.0
         for place in reversed(done):
-            tail, later = 0.0, behind[place]
-            if later >= 0:
-                tail = tails[later] + seconds[later]
-            for later in followers[place]:
+            tail = 0.0
+            for later in (*followers[place], *behind[place]):
                 path_s = tails[later] + seconds[later]
                 if path_s > tail:
                     tail = path_s
