@@ -118,6 +118,8 @@ class MegatronMoELayer(MoELayer):
         shared, config = self.shared_experts, self.config
         if shared is None or not self.token_dispatcher.uses_plan or self.shared_experts_recompute:
             return False
+        if torch.compiler.is_compiling():
+            return False
         # With tensor parallelism, its products communicate. Fused gradients are not returned by autograd.
         alone = config.tensor_model_parallel_size == 1 and not config.gradient_accumulation_fusion
         return alone and not (config.fp8 or config.fp4) and can_offer(shared, x)

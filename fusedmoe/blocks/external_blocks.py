@@ -28,7 +28,6 @@ from fusedmoe.experts.networks import Experts, Place
 from fusedmoe.gates.base import Gate, Routing, router_dtype
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.external_shared import NAMES as SHARED_NAMES
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.measure import measure_layer
 from fusedmoe.layers.moe import MoELayer
@@ -48,6 +47,8 @@ from fusedmoe.schedule.workload import Workload, costs_of_tokens
 PIPELINE = "fusedmoe_pipeline"
 #: Policy that chooses the fastest plan by prediction.
 AUTO = "auto"
+# Attributes under which blocks hold a shared expert.
+_SHARED_NAMES = ("shared_experts", "shared_expert")
 # Packages whose hooks on blocks also work with micro-batches, or do nothing there.
 _INFRASTRUCTURE = ("fusedmoe", "torch.distributed", "transformers.utils.output_capturing")
 # Arguments of a block's experts: tokens [S, M], expert ids [S, K], weights [S, K].
@@ -155,7 +156,7 @@ class BlockDense(RoutingDense):
     @property
     def shared_expert(self) -> nn.Module | None:
         """The block's shared expert, which its dense part computes; None: there is none."""
-        return next((child for name, child in self._external.owner.named_children() if name in SHARED_NAMES), None)
+        return next((child for name, child in self._external.owner.named_children() if name in _SHARED_NAMES), None)
 
     def forward(self, x: Tensor, arguments: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return y and the experts' input u, both like x, and the ids and weights of each token's experts, [S, K].

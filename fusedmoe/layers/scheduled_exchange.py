@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from fusedmoe.engine.wrappers import watch_utilities
 from fusedmoe.gates import Random
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
-from fusedmoe.layers.external_shared import SharedModule, calling_block, offer, set_result
+from fusedmoe.layers.external_shared import SharedModule
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.layer_plans import LayerParts, PlannedLayer
 from fusedmoe.orders import Dropless
@@ -96,8 +96,6 @@ class ScheduledExchange(PlannedLayer):
 
     Attributes:
         number: index among the model's layers, for plans of steps.
-        call_experts_first: called with a block that calls its shared expert before this exchange, which leaves the plan
-            nothing to compute; may change the order of the block's next calls. None: blocks are not changed.
     Raises:
         ConfigError: unknown schedule.
         RankError: another rank has a different schedule; raised by construction and `set_schedule`, both
@@ -110,7 +108,6 @@ class ScheduledExchange(PlannedLayer):
         self.topology, self.experts, self._name = topology, experts, name
         self.checks = InputChecks(topology, name)
         self.number: int | None = None
-        self.call_experts_first: Callable[[nn.Module], None] | None = None
         if topology.size > 1:
             watch_utilities()
         self.set_schedule(schedule)
@@ -148,9 +145,7 @@ class ScheduledExchange(PlannedLayer):
     def can_plan(self) -> bool:
         return self.plans.can_plan
 
-    def through_experts(
-        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor, block_input: Tensor | None = None
-    ) -> Tensor:
+    def through_experts(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor) -> Tensor:
         """Dispatch tokens, run the experts and combine: [S, M], each token's weighted sum of outputs. Collective.
 
         If the schedule gives a plan, received tokens and expert activations are saved for backward, as in `MoELayer`.
@@ -158,15 +153,13 @@ class ScheduledExchange(PlannedLayer):
         Args:
             x_SM: [S, M] in the dtype to send; ranks may have different S.
             layout: layout of the S·K (token, expert) rows sorted by global expert index.
-            block_input: as in `run_by_plan`.
         Raises:
             ConfigError, RankError: any rank has non-finite tokens or weights, fails, or times out.
         """
         if torch.compiler.is_compiling() or not self.can_plan:
             return self.run_in_graph(Routed(x_SM, layout, weight_SK), self.checks.nonfinite_flag(x_SM, weight_SK))
         self.checks.raise_deferred()
-        refusal = self.checks.values_refusal(x_SM, weight_SK)
-        return self.run_by_plan(Routed(x_SM, layout, weight_SK, refusal), block_input)
+        return self.run_by_plan(Routed(x_SM, layout, weight_SK, self.checks.values_refusal(x_SM, weight_SK)))
 
     def run_in_graph(self, routed: Routed, bad: Tensor | None) -> Tensor:
         """Like `through_experts`, as operators for graphs. `bad`: scalar count of non-finite values."""
@@ -179,33 +172,23 @@ class ScheduledExchange(PlannedLayer):
     def through_experts_with_shared(
         self, x_SM: Tensor, layout: Layout, weight_SK: Tensor, module: nn.Module, x: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """As `through_experts`; also return `module(x)`, [S, M], if the plan has computed this shared expert."""
+        """Like `through_experts` outside of graphs; also return `module(x)`, [S, M], if the plan has computed it.
+
+        In activation checkpoints with `use_reentrant=False`, which cannot keep the module's graph, it has not.
+        """
         shared = SharedExpert(SharedModule(module), x.view(-1, x.shape[-1]))
-        self.plans.set_shared(SharedModule(module))
+        self.plans.set_shared(shared.module)
         self.checks.raise_deferred()
         refusal = self.checks.values_refusal(x_SM, weight_SK)
         return self.run_by_plan(Routed(x_SM, layout, weight_SK, refusal, shared)), shared.result
 
-    def run_by_plan(self, routed: Routed, block_input: Tensor | None = None) -> Tensor:
-        """Like `through_experts`, for checked tokens, outside of graphs.
-
-        `block_input`: input of the calling block's experts, [..., M], whose shared expert the plan may compute.
-        """
+    def run_by_plan(self, routed: Routed) -> Tensor:
+        """Like `through_experts`, for checked tokens, outside of graphs."""
         if not isinstance(routed.refusal, NonFinite):
             self.checks.refuse_without_exchange(routed.refusal)
-        block = calling_block(self.experts.module) if block_input is not None and self.can_plan else None
-        if block is not None and block.is_shared_first:
-            if self.call_experts_first is not None:
-                self.call_experts_first(block.module)
-        elif block is not None and block_input is not None:
-            self.plans.set_shared(SharedModule(block.shared))
-            routed = routed._replace(shared=offer(block, block_input))
         with self.topology.guard(self._name):
             self.plans.parts.gate.k = routed.layout.k
-            y_SM = self.dispatcher.through_experts(routed, self.experts)
-        if block is not None and block_input is not None and routed.shared is not None:
-            set_result(block, block_input, routed.shared.result)
-        return y_SM
+            return self.dispatcher.through_experts(routed, self.experts)
 
 
 # Per world, because a process may destroy one and create another. The caller's process group is not referenced, so that

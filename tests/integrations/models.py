@@ -13,7 +13,6 @@ from transformers import (
     MixtralConfig,
     OlmoeConfig,
     PreTrainedModel,
-    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -42,9 +41,6 @@ CONFIGS = {
     "deepseek": DeepseekV3Config(
         **_SHAPE, **_TOP_2, **_LATENT, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16,
         first_k_dense_replace=1,
-    ),
-    "qwen2": Qwen2MoeConfig(
-        **_SHAPE, **_TOP_2, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=20,
     ),
     # The hidden size equals the input size, for both matrices, so shapes alone cannot identify them.
     "gpt-oss": GptOssConfig(

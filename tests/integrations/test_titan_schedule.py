@@ -33,7 +33,7 @@ from fusedmoe import Schedule
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_in
 from tests.cluster import Cluster
-from tests.integrations.plans_run import plans_run, tasks_run
+from tests.integrations.plans_run import plans_run
 from tests.integrations.test_titan import (
     EXPERTS,
     OURS,
@@ -129,12 +129,8 @@ def compare(rank: int, world: int, sizes: dict[str, int], policies: Sequence[str
             for schedule in ("off", SCHEDULE):
                 for exchange in exchanges:
                     exchange.set_schedule(schedule)
-                with plans_run() as ran, tasks_run() as tasks, context():
+                with plans_run() as ran, context():
                     values[str(schedule)] = case(model, tokens)
-                # A selective checkpoint needs operators.
-                in_plan = schedule is SCHEDULE and policy_name in ("none", "full")
-                passes = {"forward"} if name == "evaluation" else {"forward", "backward"}
-                assert {*tasks} == (passes if in_plan else set()), (policy_name, name, schedule)
                 # A selective checkpoint needs operators without overlap.
                 by_plan = schedule is SCHEDULE and policy_name in ("none", "full")
                 assert set(ran) == ({SCHEDULE.degrees} if by_plan else set()), (policy_name, name, schedule)

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
+from fusedmoe.layers.schedule import with_wire
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.integrations.plans_run import tasks_run
 from tests.layers.test_compiled_schedules import AUTO
-from tests.layers.test_shared_expert import FSMOE, TOKENS, M, make
+from tests.layers.test_shared_expert import FP8, FSMOE, TOKENS, M, make
 from tests.marks import slowly
 
 KINDS = ("swiglu", "feed-forward", "frozen", "one frozen")
@@ -46,7 +47,7 @@ def compare(rank: int, world: int, kinds: Sequence[str], schedule: Any, esp: int
     topology = fusedmoe.Topology.from_sizes(ep=world // esp, esp=esp, timeout_s=60)
     for kind in kinds:
         torch._dynamo.reset()
-        plain, planned = (make(topology, of, kind, [], dtype=torch.float64) for of in ("off", schedule))
+        plain, planned = (make(topology, of, kind, [], dtype=torch.float64) for of in (with_wire("off", schedule.wire), schedule))
         plain_call: Any = plain
         compiled: Any = torch.compile(planned, backend="aot_eager", fullgraph=True)
         if how in ("checkpoint", "saved"):
@@ -74,6 +75,7 @@ def compare(rank: int, world: int, kinds: Sequence[str], schedule: Any, esp: int
     ("world", "esp", "schedule", "kinds"),
     [
         pytest.param(2, 1, FSMOE, ["swiglu"], id="ep"),
+        pytest.param(2, 1, FP8, ["swiglu"], id="fp8"),
         *slowly((2, 1, FSMOE, KINDS), (2, 1, AUTO, ["feed-forward"]), (4, 2, FSMOE, ["swiglu"])),
     ],
 )

@@ -118,6 +118,32 @@ def compare(rank: int, world: int, sizes: dict[str, int], schedule: Any, kinds: 
     topology.close()
 
 
+def compare_wire(rank: int, world: int) -> None:
+    """Rows of the routed experts are sent as fp8, and the shared expert computes the exact tokens."""
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=30)
+    x = torch.randn(TOKENS[rank], M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for schedule, is_planned in ((fusedmoe.Schedule("off", wire="fp8"), False), (FP8, False), (FP8, True)):
+        layer = make(topology, schedule, "swiglu", [], dtype=torch.float64)
+        if not is_planned:
+            layer.shared.register_forward_hook(lambda *_: None)
+        layer.recorder = Recorder()
+        found.append(results(layer, x))
+        spans = {(span.kind, span.phase) for span in layer.recorder.timeline().spans}
+        assert {(TaskKind.SHARED_EXPERT, phase) in spans for phase in PHASES} == {is_planned}
+    exact = results(make(topology, "off", "swiglu", [], dtype=torch.float64), x)
+    for name, value in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    if len(x):
+        assert not torch.allclose(exact["y"], found[0]["y"], rtol=1e-4)
+
+
+def test_shared_expert_in_plans_with_fp8_rows(cluster: Cluster) -> None:
+    cluster.run(2, compare_wire)
+
+
+FP8 = fusedmoe.Schedule("fsmoe", degrees=(2, 3), wire="fp8")
 FSMOE = fusedmoe.Schedule("fsmoe", degrees=(2, 3))
 SAME = fusedmoe.Schedule("fsmoe", degrees=(2, 2))  # custom modules need equal degrees
 BY_COSTS = fusedmoe.Schedule("fsmoe", costs=COSTS)
