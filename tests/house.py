@@ -26,9 +26,9 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3006,
+    ".": 3008,
     "autograd": 2292,
-    "blocks": 2834,
+    "blocks": 2835,
     "cli": 4825,
     "comm": 4415,
     "compat": 793,
@@ -36,9 +36,9 @@ BUDGETS = {
     "experts": 1473,
     "gates": 1615,
     "graph": 3235,
-    "hf": 1794,
+    "hf": 1752,
     "kernels": 9116,
-    "layers": 2906,
+    "layers": 2701,
     "models": 1605,
     "placement": 3815,
     "runtime": 1578,

@@ -176,8 +176,9 @@ class ScheduledExchange(PlannedLayer):
 
         In activation checkpoints with `use_reentrant=False`, which cannot keep the module's graph, it has not.
         """
-        shared = SharedExpert(SharedModule(module), x.view(-1, x.shape[-1]))
-        self.plans.set_shared(shared.module)
+        given = SharedModule(module)
+        shared = SharedExpert(given, x.view(-1, x.shape[-1]))
+        self.plans.set_shared(given)
         self.checks.raise_deferred()
         refusal = self.checks.values_refusal(x_SM, weight_SK)
         return self.run_by_plan(Routed(x_SM, layout, weight_SK, refusal, shared)), shared.result
