@@ -47,7 +47,9 @@ def compare(rank: int, world: int, kinds: Sequence[str], schedule: Any, esp: int
     topology = fusedmoe.Topology.from_sizes(ep=world // esp, esp=esp, timeout_s=60)
     for kind in kinds:
         torch._dynamo.reset()
-        plain, planned = (make(topology, of, kind, [], dtype=torch.float64) for of in (with_wire("off", schedule.wire), schedule))
+        plain, planned = (
+            make(topology, of, kind, [], dtype=torch.float64) for of in (with_wire("off", schedule.wire), schedule)
+        )
         plain_call: Any = plain
         compiled: Any = torch.compile(planned, backend="aot_eager", fullgraph=True)
         if how in ("checkpoint", "saved"):
