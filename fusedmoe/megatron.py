@@ -18,6 +18,7 @@ from fusedmoe.compat import require_version
 require_version("megatron-core", "0.16", "0.20", "fusedmoe.megatron")
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -42,6 +43,7 @@ from fusedmoe.engine.module_hooks import has_hooks
 from fusedmoe.environment import single_queue_warning
 from fusedmoe.errors import ConfigError, warn
 from fusedmoe.kernels import Layout
+from fusedmoe.layers.external_shared import can_offer
 from fusedmoe.layers.schedule import with_wire
 from fusedmoe.layers.scheduled_exchange import ExternalExperts, ScheduledExchange, shared_topology
 
@@ -88,23 +90,61 @@ class MegatronMoELayer(MoELayer):
         # Before Megatron constructs its own dispatcher, which would raise unrelated errors.
         _require_supported(config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        super().__init__(config, submodules, layer_number, groups, **options)
+        own = config
+        if config.moe_shared_expert_overlap:
+            # Plans call the shared expert as one module, which Megatron's option would split between its own stages.
+            own = copy(config)
+            own.moe_shared_expert_overlap = False
+        super().__init__(own, submodules, layer_number, groups, **options)
         experts = _LayerExperts(self.experts, config)
-        self.token_dispatcher = StagedDispatcher(config, groups, timeout_s, experts, with_wire(schedule, wire))
+        self.token_dispatcher = StagedDispatcher(own, groups, timeout_s, experts, with_wire(schedule, wire))
+        self._shared_in_plan: tuple[Tensor, Tensor | None] | None = None  # input of the shared expert, and its result
 
     @property
     def fusedmoe_exchange(self) -> ScheduledExchange:
         exchange: ScheduledExchange = self.token_dispatcher.exchange
         return exchange
 
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the results of the shared expert; None: the plan computes it, and `postprocess` adds it."""
+        self._shared_in_plan = None
+        if not self._plans_shared_expert(hidden_states):
+            result: Tensor | None = super().shared_experts_compute(hidden_states)
+            return result
+        self._shared_in_plan = hidden_states, None
+        return None
+
+    def _plans_shared_expert(self, x: Tensor) -> bool:
+        shared, config = self.shared_experts, self.config
+        if shared is None or not self.token_dispatcher.uses_plan or self.shared_experts_recompute:
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        # With tensor parallelism, its products communicate. Fused gradients are not returned by autograd.
+        alone = config.tensor_model_parallel_size == 1 and not config.gradient_accumulation_fusion
+        return alone and not (config.fp8 or config.fp4) and can_offer(shared, x)
+
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return the summed results of each received token or, with a schedule, of each token of this rank."""
+        if self._shared_in_plan is not None:
+            x, _ = self._shared_in_plan
+            output, result = self.token_dispatcher.run_schedule_with_shared(hidden_states, self.shared_experts, x)
+            self._shared_in_plan = x, result
+            return output, None
         if self.token_dispatcher.uses_plan:
             return self.token_dispatcher.run_schedule(hidden_states), None
         if isinstance(self.experts, StackedExperts):
             return self.token_dispatcher.through_experts(self.experts, hidden_states), None
         output, bias = super().routed_experts_compute(hidden_states, probs)
         return output, bias
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Restore the tokens' shape, and add the results of the shared expert."""
+        if self._shared_in_plan is not None:
+            (x, result), self._shared_in_plan = self._shared_in_plan, None
+            shared_expert_output = self.shared_experts(x) if result is None else result.view(x.shape)
+        summed: Tensor = super().postprocess(output, shared_expert_output)
+        return summed
 
 
 class _LayerExperts(ExternalExperts):
@@ -216,6 +256,12 @@ class StagedDispatcher(MoETokenDispatcher):
 
     def run_schedule(self, hidden_states: Tensor) -> Tensor:
         return self.exchange.through_experts(hidden_states, self._layout, self._weight_TK)
+
+    def run_schedule_with_shared(
+        self, hidden_states: Tensor, shared: nn.Module, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `run_schedule`; also return `shared(x)`, [S, D]. None: it was not computed."""
+        return self.exchange.through_experts_with_shared(hidden_states, self._layout, self._weight_TK, shared, x)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return autograd.unpermute(hidden_states, self._handle.layout)
@@ -342,7 +388,6 @@ def _activation(config: Any) -> str:
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "moe_token_dispatcher_type='flex'": lambda config: config.moe_token_dispatcher_type == "flex",
     "moe_router_padding_for_quantization": lambda config: config.moe_router_padding_for_quantization,
-    "moe_shared_expert_overlap": lambda config: config.moe_shared_expert_overlap,
     "overlap_moe_expert_parallel_comm": lambda config: config.overlap_moe_expert_parallel_comm,
     "cuda_graph_scope": _captures_layer,
     "transformer_impl='inference_optimized'": lambda config: config.transformer_impl == "inference_optimized",

@@ -26,23 +26,23 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 2964,
+    ".": 3009,
     "autograd": 2292,
-    "blocks": 2818,
+    "blocks": 2835,
     "cli": 4825,
     "comm": 4415,
     "compat": 793,
-    "engine": 3321,
+    "engine": 3466,
     "experts": 1473,
     "gates": 1615,
     "graph": 3235,
     "hf": 1752,
     "kernels": 9116,
-    "layers": 2598,
+    "layers": 2701,
     "models": 1605,
     "placement": 3815,
     "runtime": 1578,
-    "schedule": 6432,
+    "schedule": 6466,
     "training": 5261,
     "tutel": 3204,
 }

@@ -85,6 +85,12 @@ class DenseRunner:
         return y, u
 
     @property
+    def shared_expert(self) -> nn.Module | None:
+        """The shared expert, of the layer or of another library's block, for predictions."""
+        of_block: nn.Module | None = getattr(self._part.dense, "shared_expert", None)
+        return of_block if self._layer.shared is None else self._layer.shared
+
+    @property
     def call_reason(self) -> str | None:
         """Why modules must run on whole batches: hooks, a replaced `forward` or a parametrization; None: no reason."""
         dense, layer = self._part.dense, self._layer

@@ -47,6 +47,8 @@ from fusedmoe.schedule.workload import Workload, costs_of_tokens
 PIPELINE = "fusedmoe_pipeline"
 #: Policy that chooses the fastest plan by prediction.
 AUTO = "auto"
+# Attributes under which blocks hold a shared expert.
+_SHARED_NAMES = ("shared_experts", "shared_expert")
 # Packages whose hooks on blocks also work with micro-batches, or do nothing there.
 _INFRASTRUCTURE = ("fusedmoe", "torch.distributed", "transformers.utils.output_capturing")
 # Arguments of a block's experts: tokens [S, M], expert ids [S, K], weights [S, K].
@@ -150,6 +152,11 @@ class BlockDense(RoutingDense):
         self.block = external.module
         self._forward, self._external, self._library = external.module.forward, external, library
         self._k = library.k(external)
+
+    @property
+    def shared_expert(self) -> nn.Module | None:
+        """The block's shared expert, which its dense part computes; None: there is none."""
+        return next((child for name, child in self._external.owner.named_children() if name in _SHARED_NAMES), None)
 
     def forward(self, x: Tensor, arguments: Any) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return y and the experts' input u, both like x, and the ids and weights of each token's experts, [S, K].

@@ -57,7 +57,7 @@ class MoEBlock:
         self._result_tokens = MpTokens(self.mp, layer.mp_input)
 
     def workload(self, x: Tensor) -> Workload:
-        """Return the workload of a batch like x, [B, …, M], whose dense part counts as attention over its tokens.
+        """Return the workload of a batch like x, [B, …, M], whose dense part counts as attention and shared expert.
 
         Raises:
             ConfigError: the experts do not describe their workload.
@@ -72,7 +72,11 @@ class MoEBlock:
         share = 1.0 if self.has_matrix_order else uniform_share(layer.gate.experts, layer.gate.k, topology.ep.size)
         batch = samples * topology.esp.size
         workload = replace(experts, batch=batch, seq_len=length, k=1, capacity_factor=rows, share=share)
-        return layer.plans.encoded(workload)
+        workload = layer.plans.encoded(workload)
+        shared = self.dense.shared_expert
+        if shared is None:
+            return workload
+        return workload.with_shared_expert(sum(one.numel() for one in shared.parameters() if one.dim() > 1))
 
     def order(self, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Ordered:
         routing = Routing(expert_SK, weight_SK, None, None, u_SM.new_zeros(()), None)

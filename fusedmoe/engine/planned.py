@@ -21,7 +21,7 @@ from fusedmoe.compat.torch import retains_graph
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals, cast_totals
 from fusedmoe.engine.chunks import RowChunks, SavedRows, concat
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, PassRun, Run
-from fusedmoe.engine.shared_expert_task import SharedExpertTask, single_expert_layout
+from fusedmoe.engine.shared_expert_task import SharedExpertTask
 from fusedmoe.kernels import gather_sum as kernels
 from fusedmoe.kernels.deduplicate import ReceivedPairs, SentTokens
 from fusedmoe.kernels.derivatives import Function
@@ -104,9 +104,9 @@ def run_forward(
     forward = TokensForward(batch, chunks, kernels.permute(rows_SM, chunks.layout), weight_R, x_SM.dtype)
     forward.saves_for_backward = save_for_backward
     if batch.shared is not None and shared_x_SM is not None:
-        forward.shared = SharedExpertTask(batch.shared, single_expert_layout(shared_x_SM), shared_x_SM)
+        forward.shared = SharedExpertTask(batch.shared, shared_x_SM)
     out_TM = forward.run()
-    forward.shared_expert()
+    forward.finish_shared_expert()
     assert out_TM is not None
     done = forward.layer_chunks.values()
     x_RM, activations = ([getattr(chunk, name) for chunk in done] for name in ("x_RM", "activations"))
@@ -133,7 +133,7 @@ def run_backward(
     first, backward = saved.weight_R[0], _backward_pass(batch, saved, dy_SM)
     backward.shared, backward.shared_dy_SM = saved.shared, shared_dy_SM
     chunks, dx_TM, dweight_N = backward.row_chunks, backward.run(), None
-    backward.shared_expert()
+    backward.finish_shared_expert()
     dx_SM = None if dx_TM is None else kernels.gather_sum(dx_TM, chunks.layout)
     if first is not None and saved.num_weights is not None and exchange.weights_require_grad:
         # Gradients of the weights of all chunks take one message after the last chunk.
@@ -247,6 +247,15 @@ class _TokensPass(PassRun):
         # stream still reads must not be reused.
         self._kept_alive: list[Tensor] = []
 
+    @property
+    def num_shared_parts(self) -> int:
+        return max(1, sum(task.kind == TaskKind.SHARED_EXPERT for task in self.plan))
+
+    def finish_shared_expert(self) -> None:
+        """Compute the shared expert if the plan has no task for it."""
+        if self.shared is not None and not self.shared.is_done:
+            self.shared_expert(Task(TaskKind.SHARED_EXPERT))
+
     def prepare_rows(self, task: Task) -> None:
         number = task.chunk or 0
         self.layer_chunks[number].rows, self._rows[number] = self._rows[number], None
@@ -273,9 +282,9 @@ class _TokensPass(PassRun):
 class TokensForward(_TokensPass, ForwardPass):
     """The forward pass of a layer, after the metadata exchange."""
 
-    def shared_expert(self, task: Task | None = None) -> None:
-        if self.shared is not None and self.shared.result is None:
-            self.shared.forward(self.saves_for_backward)
+    def shared_expert(self, task: Task) -> None:
+        if self.shared is not None and not self.shared.is_done:
+            self.shared.forward(self.num_shared_parts, self.saves_for_backward)
 
 
 class TokensBackward(_TokensPass, BackwardPass):
@@ -302,10 +311,11 @@ class TokensBackward(_TokensPass, BackwardPass):
             self._x_RM = SavedRows(saved.x_RM) if batch.experts.needs_input_rows else None
             self._activations = SavedRows(saved.activations)
 
-    def shared_expert(self, task: Task | None = None) -> None:
-        dy_SM, self.shared_dy_SM = self.shared_dy_SM, None
-        if self.shared is not None and dy_SM is not None:
-            self.shared.backward(dy_SM)
+    def shared_expert(self, task: Task) -> None:
+        if self.shared is not None and self.shared_dy_SM is not None and not self.shared.is_done:
+            self.shared.backward(self.shared_dy_SM, self.num_shared_parts)
+        if self.shared is not None and self.shared.is_done:
+            self.shared_dy_SM = None
 
     def rechunk_saved(self, task: Task) -> None:
         if self._saved_indices is not None:

@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from fusedmoe.schedule.workload import Workload
 
 
-class PlannedExperts(LocalExperts, Protocol):
+class PredictedExperts(Protocol):
+    """Experts whose duration costs predict."""
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """Return the workload of a rank that sends `rows` rows."""
+        ...
+
+
+class PlannedExperts(LocalExperts, PredictedExperts, Protocol):
     """Experts that support plans: `Experts`, and experts of other libraries (`ExternalExperts`)."""
 
     @property
@@ -46,10 +54,6 @@ class PlannedExperts(LocalExperts, Protocol):
 
     def describe(self) -> str:
         """Return a description of these experts, for the key of cached measurements."""
-        ...
-
-    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Return the workload of a rank that sends `rows` rows."""
         ...
 
 
@@ -80,7 +84,7 @@ class LayerPlans:
     requires_puts = False
     #: Format of the rows that collectives send; None: their own dtype.
     wire: WireFormat | None = None
-    shared: PlannedExperts | None = None
+    shared: PredictedExperts | None = None
 
     def __init__(self, parts: LayerParts, is_placed: bool = False) -> None:
         self.topology, self.parts, self.is_placed = parts.topology, parts, is_placed
@@ -132,7 +136,13 @@ class LayerPlans:
             missing = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
             if missing:
                 raise ConfigError(f"{own} has no {missing[0]}, which every chunk of this layer goes through; add it")
+        if gradients is None and self.shared is not None:
+            plans = _with_shared_expert(plans)
         self.assigned = AssignedPlans(plans, gradients, beside)
+
+    def set_shared(self, shared: PredictedExperts) -> None:
+        """Plan the next batches with this shared expert."""
+        self.shared = shared
 
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
         """Plan the next batches of rows like `like` with new costs. No effect without a schedule."""
@@ -162,6 +172,12 @@ class LayerPlans:
         return self._forward_plans.decide(lambda: self.assigned)
 
 
+def _with_shared_expert(plans: Plans) -> Plans:
+    from fusedmoe.schedule.shared_expert import with_shared_expert
+
+    return Plans(*(with_shared_expert(plans.of(phase), phase) for phase in PHASES))
+
+
 class PlannedLayer:
     """A layer whose schedule can be overridden, eager or in a graph of `torch.compile`."""
 
@@ -189,10 +205,12 @@ class PlannedLayer:
     def shared_in_plan(self, module: Any, x_SM: Tensor) -> SharedExpert | None:
         """Return the shared expert and its tokens for a plan; None if the layer computes it after the plan.
 
-        It is computed after the plan in compiled layers, and if it is a custom module, which may call collectives.
+        It is computed after the plan if it is a custom module, which may call collectives.
         """
-        if torch.compiler.is_compiling() or not getattr(module, "reads_parameters_once", False):
+        if not getattr(module, "reads_parameters_once", False):
             return None
+        if torch.compiler.is_compiling():
+            return SharedExpert(module, x_SM) if self.is_planned else None
         self.plans.shared = module
         return SharedExpert(module, x_SM)
 

@@ -179,6 +179,8 @@ class MoELayer(PlannedLayer, nn.Module):
         self.recorder: Recorder | None = None
         self.number: int | None = None
         self.plans = make_plans(schedule, parts, is_placed, bool(self.hooks))
+        if getattr(shared, "reads_parameters_once", False) and not self.mp_tokens.is_joint:
+            self.plans.shared = shared  # graphs cannot set it
         self.parts = self.plans.kinds
         self.dispatcher = make_dispatcher(dispatch, self.plans, self.hooks, self.placed)
         self.checks = input_checks.InputChecks(

@@ -21,7 +21,7 @@ from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.one_sided_dispatcher import KernelTransport, choose_transport, has_heap
 from fusedmoe.engine.run import AssignedPlans, Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.layer_plans import LayerParts, LayerPlans
+from fusedmoe.layers.layer_plans import LayerParts, LayerPlans, PredictedExperts
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import CostModel, Durations, Observed
@@ -30,7 +30,7 @@ from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.task import FUSED, PHASES, Task, TaskKind
+from fusedmoe.schedule.task import FUSED, PHASES, TaskKind
 from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
 
 #: Policy without plans, for a schedule that only sets `wire`.
@@ -322,6 +322,11 @@ class ScheduledPlans(LayerPlans):
     def measure_costs(self, like: Tensor, all_to_all: AllToAll | None = None) -> CostModel:
         return measure_layer(self, like, all_to_all)
 
+    def set_shared(self, shared: PredictedExperts) -> None:
+        if self.shared is None:
+            self.plans_by_workload.clear()
+        super().set_shared(shared)
+
     def set_costs(self, like: Tensor, costs: CostModel) -> None:
         self._costs[like.dtype, like.device] = costs
         self.plans_by_workload.clear()
@@ -385,10 +390,9 @@ class ScheduledPlans(LayerPlans):
         alone = self.shared.workload(tokens, x_SM.dtype.itemsize, 1, 1).layer_costs(costs)
         found = []
         for phase in PHASES:
-            plan = plans.of(phase)
-            shared = {Task(TaskKind.SHARED_EXPERT, None, 0, phase): alone.chunks[phase][TaskKind.EXPERT].seconds(1)}
-            known = Durations({**layer.seconds(plan), **shared}, layer.contention)
-            found.append(with_shared_expert(plan, phase, partial(makespan, costs=known)))
+            plan, shared = plans.of(phase), alone.chunks[phase][TaskKind.EXPERT]
+            known = Durations(layer.seconds(plan), layer.contention)
+            found.append(with_shared_expert(plan, phase, known, shared.seconds))
         return Plans(*found)
 
     @measurement_context()

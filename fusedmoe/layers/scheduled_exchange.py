@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from fusedmoe.comm.metadata import NonFinite
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import Routed
+from fusedmoe.engine.dispatcher import Routed, SharedExpert
 from fusedmoe.engine.module_hooks import needs_module_call
 from fusedmoe.engine.scheduled_operator import through_experts_in_graph
 from fusedmoe.engine.wrappers import watch_utilities
 from fusedmoe.gates import Random
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.assembly import make_dispatcher, make_plans
+from fusedmoe.layers.external_shared import SharedModule
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.layer_plans import LayerParts, PlannedLayer
 from fusedmoe.orders import Dropless
@@ -167,6 +168,20 @@ class ScheduledExchange(PlannedLayer):
         if not (self.can_plan and self.plans.can_compile) or needs_module_call(self.experts):
             return collectives.run_by_operators(routed, self.experts, bad)
         return through_experts_in_graph(collectives, routed, self.experts, bad)[0]
+
+    def through_experts_with_shared(
+        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor, module: nn.Module, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `through_experts` outside of graphs; also return `module(x)`, [S, M], if the plan has computed it.
+
+        In activation checkpoints with `use_reentrant=False`, which cannot keep the module's graph, it has not.
+        """
+        given = SharedModule(module)
+        shared = SharedExpert(given, x.view(-1, x.shape[-1]))
+        self.plans.set_shared(given)
+        self.checks.raise_deferred()
+        refusal = self.checks.values_refusal(x_SM, weight_SK)
+        return self.run_by_plan(Routed(x_SM, layout, weight_SK, refusal, shared)), shared.result
 
     def run_by_plan(self, routed: Routed) -> Tensor:
         """Like `through_experts`, for checked tokens, outside of graphs."""

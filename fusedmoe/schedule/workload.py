@@ -165,6 +165,11 @@ class Workload:
         products = [self.dense_flop(self.dense)[0] / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
         return sizes | {"gemm": products, "all-reduce/dp": [self.gradient_bytes()]}
 
+    def with_shared_expert(self, elements: int) -> Workload:
+        """Return this workload with a shared expert of so many matrix elements in its dense part."""
+        dense = self.dense or DenseWork(_PROJECTIONS * self.model_dim**2, 0, self.model_dim)
+        return replace(self, dense=dense._replace(feed_forward=dense.feed_forward + elements))
+
     def saved_elements(self) -> float:
         """Return the elements that the experts' forward saves: tokens (if W1 has a gradient) and pre-activations."""
         tokens = self.share * self.model_dim if "w1" in self.trained else 0.0

@@ -93,9 +93,11 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     of_experts = torch.randn(2, 5, 4), torch.randn(2, 4, 5), None, None, 0, "gelu", [True, True, False, False]
     number, met = exchange.handle_number, (*sizes, torch.tensor([1.0, 6.0, 0.5], dtype=torch.float64))
     learning = [one.requires_grad_() if isinstance(one, Tensor) else one for one in of_experts]
-    yield "scheduled_experts", (x_SM, None, *learning, layout.tensors, None, True, 1, 1, number)
+    unshared = *(None,) * 5, 0, ""
+    yield "scheduled_experts", (x_SM, None, *learning, *unshared, layout.tensors, None, True, 1, 1, number)
     kept = [torch.randn(3, 4), torch.randn(6, 5), torch.empty(0), *torch.zeros(2, 6, dtype=torch.long), *met]
-    yield "scheduled_experts_backward", (x_SM, kept, None, *learning, layout.tensors, number)
+    kept.append(torch.empty(0))
+    yield "scheduled_experts_backward", (x_SM, kept, None, *learning, *unshared, None, layout.tensors, number)
 
 
 exchange = Collectives(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))

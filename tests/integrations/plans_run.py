@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from fusedmoe.engine.run import Plans, Run
+from fusedmoe.engine.shared_expert_task import SharedExpertTask
 
 
 @contextmanager
@@ -23,6 +24,22 @@ def plans_run() -> Iterator[list[tuple[int, int]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedmoe.engine.run.Run", made)
+        yield ran
+
+
+@contextmanager
+def tasks_run() -> Iterator[list[str]]:
+    """Context that collects the passes in which plans compute a shared expert."""
+    ran: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("forward", "backward"):
+            original = getattr(SharedExpertTask, name)
+
+            def body(self: Any, *args: Any, name: str = name, original: Any = original) -> None:
+                ran.append(name)
+                original(self, *args)
+
+            patch.setattr(SharedExpertTask, name, body)
         yield ran
 
 

@@ -213,7 +213,6 @@ def compare_checkpoints() -> None:
 def refusals() -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("flex", {"moe_token_dispatcher_type": "flex"}),
-        ("moe_shared_expert_overlap", {"moe_shared_expert_overlap": True}),
         ("overlap_moe_expert_parallel_comm", {"overlap_moe_expert_parallel_comm": True}),
         ("cuda_graph_scope", {"cuda_graph_impl": "local"}),
         ("add_bias_linear", {"add_bias_linear": True}),

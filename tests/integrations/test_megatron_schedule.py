@@ -22,7 +22,7 @@ from fusedmoe import Schedule
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_in
 from tests.cluster import Cluster
-from tests.integrations.plans_run import plans_run
+from tests.integrations.plans_run import plans_run, tasks_run
 from tests.integrations.test_megatron import (
     DIM,
     EXPERTS,
@@ -34,6 +34,7 @@ from tests.integrations.test_megatron import (
     layer_of,
     megatron,
 )
+from tests.marks import slowly
 
 # Our experts support other chunk counts in backward; Megatron's own, by autograd, need the same in both passes.
 SCHEDULES = dict(zip(OURS, (Schedule("fsmoe", (2, 2)), Schedule("fsmoe", (2, 3))), strict=True))
@@ -124,6 +125,42 @@ def run_on_ranks(rank: int, counts: list[int], **sizes: int) -> None:
         layer = layer_of(cfg, partial(OURS[1], schedule="auto"))
         group = layer.fusedmoe_exchange.topology.ep
         assert group.size == 1 or group.downward is not None
+
+
+def compare_shared(rank: int, world: int, gate: bool, overlap: bool) -> None:
+    """A schedule computes Megatron's shared expert within its plan, with or without its sigmoid gate."""
+    sizes = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": "alltoall"}
+    shared = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_overlap": overlap}
+    cfg = config(**sizes, **shared, moe_shared_expert_gate=gate)
+    batches = [
+        torch.randn(9 - rank, 2, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for seed in (rank, 10 + rank)
+    ]
+    with megatron(expert_model_parallel_size=world), pytest.MonkeyPatch.context() as patch:
+        # Megatron's own dispatcher, which is replaced, creates a stream.
+        patch.setattr("torch.cuda.Stream", lambda *_: None)
+        for ours in OURS:
+            plain, model = (Stack(cfg, ours, of) for of in ("off", SCHEDULES[ours]))
+            model.load_state_dict(plain.state_dict())
+            assert "shared_experts" in str([*plain.state_dict()])
+            for name, case in CASES.items():
+                with tasks_run() as ran:
+                    wanted = found(plain, batches, **case)
+                assert not ran
+                with tasks_run() as ran:
+                    values = found(model, batches, **case)
+                passes = {"forward"} if name == "evaluation" else {"forward", "backward"}
+                # Checkpoints recompute the graph of a module, which the plan then does not keep.
+                assert {*ran} == (set() if name == "checkpoints" else passes), name
+                assert values.keys() == wanted.keys()
+                for key, value in wanted.items():
+                    near = 1e-2 * max(float(value.norm()), 1e-3) if name == "autocast" else 1e-10
+                    assert float((values[key] - value).norm()) < near, (name, key)
+
+
+@pytest.mark.parametrize(("gate", "overlap"), [(True, True), *slowly((False, False))])
+def test_shared_expert_is_a_task_of_the_plan(cluster: Cluster, gate: bool, overlap: bool) -> None:
+    cluster.run(2, compare_shared, gate, overlap)
 
 
 def count_warnings_with_one_queue(rank: int, world: int) -> None:

@@ -253,16 +253,23 @@ def check_scheduled_experts_operator(rank: int, world: int) -> None:
         number = layer.dispatcher.handle_number
         weights = random(2, 8, M), random(2, M, 8), *((random(2, 8), random(2, M)) if bias else (None, None))
         given = random(3, M), random(layout.rows) if weighted else None
-        same = *weights, 0, "gelu", [weight is not None for weight in weights], layout.tensors
+        needs_grad = [weight is not None for weight in weights]
+        # Without biases also without a shared expert.
+        shared: Any = *(None,) * 5, 0, ""
+        if bias:
+            shared = random(3, M), random(1, 5, M), random(1, M, 5), None, random(1, M), 0, "gelu"
+            needs_grad += [each is not None for each in (*shared[1:5], shared[0])]
+        same = *weights, 0, "gelu", needs_grad, *shared
         operators = torch.ops.fusedmoe
-        torch.library.opcheck(
-            operators.scheduled_experts.default, (*given, *same, torch.tensor(0), True, 2, 1, number), test_utils=tests
-        )
-        y, _, *kept = scheduled_operator.scheduled_experts(*given, *same, None, True, 2, 1, number)
+        after = layout.tensors, torch.tensor(0), True, 2, 1, number
+        torch.library.opcheck(operators.scheduled_experts.default, (*given, *same, *after), test_utils=tests)
+        y, _, *kept, shared_y = scheduled_operator.scheduled_experts(*given, *same, *after)
         kept = [tensor.detach() for tensor in kept]
+        shared_dy = torch.randn_like(shared_y) if bias else None
+        rows = layout.rows if weighted else None
         torch.library.opcheck(
             operators.scheduled_experts_backward.default,
-            (torch.randn_like(y), kept, layout.rows if weighted else None, *same, number),
+            (torch.randn_like(y), kept, rows, *same, shared_dy, layout.tensors, number),
             test_utils=tests,
         )
 
@@ -276,5 +283,5 @@ def test_scheduled_operator_of_freed_layer_raises() -> None:
     weights = torch.ones(1, 1, 1), torch.ones(1, 1, 1), None, None, 0, "gelu", [True, True, False, False]
     with pytest.raises(fusedmoe.ConfigError, match="scheduled_experts: the layer of dispatcher -1 was freed"):
         scheduled_operator.scheduled_experts(
-            torch.ones(1, 1), None, *weights, layout.tensors, None, True, 1, 1, torch.tensor(-1)
+            torch.ones(1, 1), None, *weights, *(None,) * 5, 0, "", layout.tensors, None, True, 1, 1, torch.tensor(-1)
         )

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe
 from fusedmoe import ConfigError, Topology, routing
 from fusedmoe.blocks.pipeline import Parts
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.task import PHASES
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import GATES, Attention, E, H, L, M, make_blocks
 from tests.marks import slowly
@@ -130,6 +132,17 @@ def test_pipeline_rejects_mask_of_wrong_shape() -> None:
         ConfigError, match=r"pipeline got a mask that is torch.bool \[4, 4\]; it takes booleans \[4, 5\]"
     ):
         pipeline(batch(4, 1)[0], torch.ones(4, 4).bool())
+
+
+def test_costs_of_dense_parts_contain_the_shared_expert() -> None:
+    blocks = blocks_of("topk", None, Topology(), False, "split")
+    x, costs = torch.empty(4, L, M, dtype=torch.float64), CostModel({"gemm": Line(1e-6, 1e-12)})
+    shared = fusedmoe.pipeline(blocks).workload(x)
+    plain = fusedmoe.pipeline(make_blocks("topk", K, None, Topology())).workload(x)
+    assert shared.dense is not None and shared.dense.feed_forward == 3 * M * 3
+    for phase, times in zip(PHASES, (1, 2), strict=True):
+        with_s, without_s = (each.layer_costs(costs).dense_total_s(phase) for each in (shared, plain))
+        assert with_s - without_s == pytest.approx(times * 1e-12 * 2 * 4 * L * 3 * M * 3)
 
 
 def random_choices_for(blocks: list[Parts], count: int, seed: int) -> list[Tensor]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +16,19 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import experts, gates
+from fusedmoe.engine.chunk_experts import AutogradExperts
+from fusedmoe.engine.run import Plans
+from fusedmoe.engine.shared_expert_task import SharedExpertTask
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Durations, Line
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.task import Task, TaskKind
+from fusedmoe.schedule.task import PHASES, PIPELINE, Task, TaskKind
+from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
+from tests.integrations.plans_run import tasks_run
 from tests.marks import slowly
 
 M, E, TOKENS = 6, 4, (9, 0, 14, 1)
@@ -111,6 +119,31 @@ def compare(rank: int, world: int, sizes: dict[str, int], schedule: Any, kinds: 
     topology.close()
 
 
+def compare_wire(rank: int, world: int) -> None:
+    """Rows of the routed experts are sent as fp8, and the shared expert computes the exact tokens."""
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=30)
+    x = torch.randn(TOKENS[rank], M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for schedule, is_planned in ((fusedmoe.Schedule("off", wire="fp8"), False), (FP8, False), (FP8, True)):
+        layer = make(topology, schedule, "swiglu", [], dtype=torch.float64)
+        if not is_planned:
+            layer.shared.register_forward_hook(lambda *_: None)
+        with tasks_run() as ran:
+            found.append(results(layer, x))
+        assert {*ran} == ({*PHASES} if is_planned else set())
+    exact = results(make(topology, "off", "swiglu", [], dtype=torch.float64), x)
+    for name, value in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    if len(x):
+        assert not torch.allclose(exact["y"], found[0]["y"], rtol=1e-4)
+
+
+def test_shared_expert_in_plans_with_fp8_rows(cluster: Cluster) -> None:
+    cluster.run(2, compare_wire)
+
+
+FP8 = fusedmoe.Schedule("fsmoe", degrees=(2, 3), wire="fp8")
 FSMOE = fusedmoe.Schedule("fsmoe", degrees=(2, 3))
 SAME = fusedmoe.Schedule("fsmoe", degrees=(2, 2))  # custom modules need equal degrees
 BY_COSTS = fusedmoe.Schedule("fsmoe", costs=COSTS)
@@ -162,10 +195,107 @@ def test_shared_expert_is_placed_where_the_pass_is_shortest(phase: str) -> None:
 
             task = Task(TaskKind.SHARED_EXPERT, None, 0, phase)
             places = [Plan((*plan.compute[:n], task, *plan.compute[n:]), (), plan.inter) for n in range(degree + 1)]
-            found = with_shared_expert(plan, phase, pass_s)
+            costs = Durations({task: seconds[task.kind] for task in plan.tasks})
+            # Parts as long as the whole: one part is the fastest.
+            found = with_shared_expert(plan, phase, costs, lambda count, seconds=seconds: seconds["shared-expert"])
             assert pass_s(found) == min(map(pass_s, places))
             assert pass_s(found) <= pass_s(plan) + seconds["shared-expert"]
     assert with_shared_expert(plan, phase).compute[0].kind == TaskKind.SHARED_EXPERT
+
+
+def in_parts(plan: Plan, phase: str, count: int) -> Plan:
+    """Add `count` tasks, spread over the pass, the last one at its end."""
+    for number in range(count):
+        place = (number + 1) * (len(plan.compute) + 1) // count - 1
+        task = Task(TaskKind.SHARED_EXPERT, number, 0, phase)
+        plan = Plan((*plan.compute[:place], task, *plan.compute[place:]), plan.intra, plan.inter, plan.after)
+    return plan
+
+
+def compare_parts(rank: int, world: int, counts: list[tuple[int, int]]) -> None:
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=30)
+    x = torch.randn(TOKENS[rank], M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    plans = [Plan.from_orders(one_queue(("dispatch", "expert", "combine"), 2, phase, 0, ())) for phase in PHASES]
+    for kind, parts in itertools.product(["swiglu", "feed-forward", "one frozen", "adapters", "parametrised"], counts):
+        plain, planned = (make(topology, "off", kind, [], dtype=torch.float64) for _ in range(2))
+        made = [in_parts(plan, *each) for plan, *each in zip(plans, PHASES, parts, strict=True)]
+        planned.set_plan(Plans(*made))
+        planned.recorder = Recorder()
+        for how in ("", "checkpoint", "twice"):
+            wanted, found = results(plain, x, how), results(planned, x, how)
+            for layer in (plain, planned):
+                layer.zero_grad()
+            for name, value in wanted.items():
+                assert (found[name] is None) == (value is None), (kind, name)
+                if value is not None:
+                    torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{kind} {how} {name}")
+        spans = [span for span in planned.recorder.timeline().spans if span.kind == TaskKind.SHARED_EXPERT]
+        assert {span.chunk for span in spans} == {*range(max(parts))}
+
+
+def test_parts_of_a_shared_expert_equal_no_schedule(cluster: Cluster) -> None:
+    cluster.run(2, compare_parts, [(2, 3), (1, 2)])
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 2), (3, 2), (2, 5)])
+@pytest.mark.parametrize("rows", [7, 0])
+def test_parts_of_a_module_have_the_gradients_of_the_whole(counts: tuple[int, int], rows: int) -> None:
+    torch.manual_seed(1)
+    module, (x, dy) = two_layers(M).double(), torch.randn(2, rows, M, dtype=torch.float64)
+    parameters = list(module.parameters())
+    task = SharedExpertTask(AutogradExperts(lambda x, *_: module(x), parameters, module), x)
+    for _ in range(counts[0]):
+        task.forward(counts[0], keep=True)
+    inputs = x.clone().requires_grad_()
+    wanted = module(inputs)
+    torch.testing.assert_close(task.take_result(), wanted, rtol=1e-12, atol=1e-12)
+    task = SharedExpertTask.restored(task.experts, *task.save())
+    for _ in range(counts[1]):
+        task.backward(dy, counts[1])
+    grads = torch.autograd.grad(wanted, [inputs, *parameters], dy)
+    for found, value in zip((task.result, *(task.totals or ())), grads, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
+
+
+# Hidden dim of the shared expert relative to that of an expert, and the experts of a token: the shared expert has an
+# eighth of the experts' FLOP in DeepSeek-V3, and as many in Qwen2-MoE.
+PROPORTIONS = {"DeepSeek-V3": (7168, 2048, 1, 8), "Qwen2-MoE": (2048, 1408, 4, 4)}
+
+
+def predicted(rng: random.Random, name: str) -> Iterator[tuple[Plan, str, Durations, Callable[[int], float]]]:
+    """Plans of random machines and batches, with the costs of their tasks and of parts of the shared expert."""
+    M, H, factor, k = PROPORTIONS[name]
+    bandwidth = 10 ** rng.uniform(9.5, 11.5)
+    lines = {"gemm": Line(rng.uniform(0, 5e-5), 10 ** rng.uniform(-14.8, -13.3))}
+    for collective in ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp"):
+        lines[collective] = Line(rng.uniform(0, 1e-4), 1 / (bandwidth * rng.uniform(0.5, 2)))
+    costs, (ep, esp), tokens = CostModel(lines), rng.choice([(8, 1), (16, 1), (4, 2)]), rng.choice([2048, 4096, 8192])
+    workload = Workload.of_rows(tokens * k, M, H, 64, True, 2, ep, esp)
+    kinds = PIPELINE if esp > 1 else PIPELINE[::2]
+    layer = workload.step_costs(costs, [0], kinds)
+    alone = Workload.of_rows(tokens, M, factor * H, 1, True, 2, 1, 1).layer_costs(costs)
+    for policy in ("fsmoe", "joint"):
+        plans = fusedmoe.Schedule(policy).plans(kinds, workload, costs)
+        for phase in PHASES:
+            plan = plans.of(phase)
+            known = Durations(layer.seconds(plan), layer.contention)
+            yield plan, phase, known, alone.chunks[phase][TaskKind.EXPERT].seconds
+
+
+@pytest.mark.parametrize("name", PROPORTIONS)
+def test_predictions_hide_the_shared_expert_where_communication_leaves_room(name: str) -> None:
+    rng, hidden, parts = random.Random(3), [], set()
+    for plan, phase, costs, part_s in (each for _ in range(40) for each in predicted(rng, name)):
+        found = with_shared_expert(plan, phase, costs, part_s)
+        tasks = [task for task in found if task.kind == TaskKind.SHARED_EXPERT]
+        known = Durations({**costs.given, **dict.fromkeys(tasks, part_s(len(tasks)))}, costs.contention)
+        without_s, alone_s, with_s = makespan(plan, costs), part_s(1), makespan(found, known)
+        assert with_s <= (without_s + alone_s) * (1 + 1e-9)
+        parts.add(len(tasks))
+        # A quarter more room: a part of the shared expert has a start-up time, and does not fit into every gap.
+        if without_s - sum(costs.given[task] for task in plan.compute) >= 1.25 * alone_s:
+            hidden.append((without_s + alone_s - with_s) / alone_s)
+    assert len(hidden) >= 40 and min(hidden) >= 0.8 and len(parts) > 1, (len(hidden), min(hidden), parts)
 
 
 def replace_shared(rank: int, world: int) -> None:
@@ -210,6 +340,13 @@ def set_own_plan(rank: int, world: int) -> None:
     y = layer(x)
     other.set_plan(next(iter(layer.plans.plans_by_workload.values())))
     torch.testing.assert_close(other(x), y, rtol=1e-12, atol=1e-12)
+    # A plan without the shared expert gets a task for it.
+    plans = [Plan.from_orders(one_queue(("dispatch", "expert", "combine"), 2, phase, 0, ())) for phase in PHASES]
+    other.set_plan(Plans(*plans))
+    other.recorder = Recorder()
+    other(x).sum().backward()
+    spans = {(span.kind, span.phase) for span in other.recorder.timeline().spans}
+    assert {(TaskKind.SHARED_EXPERT, phase) for phase in PHASES} <= spans
 
 
 def test_plans_with_a_shared_expert_can_be_set(cluster: Cluster) -> None:
