@@ -37,7 +37,7 @@ BUDGETS = {
     "gates": 1661,
     "graph": 3235,
     "hf": 1744,
-    "kernels": 9079,
+    "kernels": 9104,
     "layers": 2518,
     "models": 1675,
     "placement": 3961,

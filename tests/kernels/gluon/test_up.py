@@ -19,6 +19,16 @@ def test_up_of_every_routing(routing: str) -> None:
     check_up(ROUTINGS[routing], 40, 24)
 
 
+@pytest.mark.parametrize("routing", EACH_ROUTING)
+def test_up_whose_copies_arrive_of_every_routing(routing: str) -> None:
+    check_up(ROUTINGS[routing], 40, 24, copies_arrive=True)
+
+
+@pytest.mark.parametrize("stages, seed", [(2, 0), (3, 1), (5, 2), *slowly(*((4, seed) for seed in range(3, 20)))])
+def test_up_whose_copies_arrive_in_other_event_orders(stages: int, seed: int) -> None:
+    check_up((24, 0, 3, 17), 56, 24, stages=stages, lag=0, programs=3, seed=seed, copies_arrive=True)
+
+
 @pytest.mark.parametrize("bias", [True, *slowly(False)])
 @pytest.mark.parametrize("activation", EACH_ACTIVATION)
 def test_up_of_every_activation(activation: str, bias: bool) -> None:
