@@ -37,7 +37,7 @@ BUDGETS = {
     "gates": 1615,
     "graph": 3235,
     "hf": 1752,
-    "kernels": 9116,
+    "kernels": 9141,
     "layers": 2701,
     "models": 1605,
     "placement": 3815,

@@ -25,6 +25,8 @@ class Clock:
         seen: past events.
         fenced: the part of `seen` that tensor cores may read and bulk copies may overwrite, if threads wrote it.
             Only the thread's own fence extends it: a fence in another thread, after the barrier, does not count.
+        fenced_by_reader: the part of `seen` that the partition has fenced after it has waited for it. Valid for the
+            partition's own products and bulk copies only.
         fencing: the events each thread has fenced for itself. A thread that arrives at a barrier for all threads
             carries the fences of the other threads only if they have synchronized.
         met: the events all threads had seen at their last synchronization.
@@ -36,6 +38,7 @@ class Clock:
     fencing: Ticks = field(default_factory=dict)
     met: Ticks = field(default_factory=dict)
     known_to_one: Ticks = field(default_factory=dict)
+    fenced_by_reader: Ticks = field(default_factory=dict)
 
     def join(self, other: Clock) -> None:
         join(self.seen, other.seen)
@@ -45,8 +48,16 @@ class Clock:
         return Clock(dict(self.seen), dict(self.fenced))
 
     def fence(self, actors: tuple[str, ...]) -> None:
-        """Fence these actors' writes for the async proxy, separately for each thread."""
+        """Fence for the async proxy, separately for each thread: its own writes, and all that it has waited for.
+
+        `actors`: the partition's own, whose writes are each thread's own until the threads synchronize. The threads
+        have all waited for those of other partitions.
+        """
         join(self.fencing, {actor: self.seen[actor] for actor in actors if actor in self.seen})
+        join(self.fenced_by_reader, {actor: tick for actor, tick in self.seen.items() if actor not in actors})
+
+    def has_fenced(self, actor: str, tick: int) -> bool:
+        return max(self.fenced.get(actor, 0), self.fenced_by_reader.get(actor, 0)) >= tick
 
     def meet(self) -> None:
         """Synchronize all threads of the partition."""

@@ -1,8 +1,8 @@
 """Asynchronous copies into and out of shared memory: cp.async of threads, and bulk copies of the copy engine.
 
-A cp.async lands at any time until the wait for its group. A bulk copy into shared memory lands at any time until its
-barrier's phase completes, which waits for it. A bulk copy out of shared memory lands until the thread that started it
-waits; the other threads learn of it at their next synchronization with that thread.
+A cp.async lands at any time until the wait for its group, or before it arrives at a barrier. A bulk copy into shared
+memory lands at any time until its barrier's phase completes, which waits for it. A bulk copy out of shared memory lands
+until the thread that started it waits; the other threads learn of it at their next synchronization with that thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.gluon_interpreter.barriers import Barrier
 from tests.gluon_interpreter.clocks import Clock, join
-from tests.gluon_interpreter.faults import KernelFault
+from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
 from tests.gluon_interpreter.schedule import EventOrder, InOrder, Late
 from tests.gluon_interpreter.shared import View, kernel_line
 from tests.gluon_interpreter.values import Pointer, language_dtype
@@ -34,12 +34,16 @@ def bulk_stores(strand: str) -> str:
 
 
 class ThreadCopies:
-    """cp.async: groups complete in order, copies within a group in any order."""
+    """cp.async: groups complete in order, copies within a group in any order.
+
+    A partition either waits for groups, or its copies arrive at barriers; the copies up to each arrival are a group.
+    """
 
     def __init__(self, schedule: EventOrder) -> None:
         self._schedule = schedule
         self._open: defaultdict[str, list[Late]] = defaultdict(list)
         self._groups: defaultdict[str, list[list[Late]]] = defaultdict(list)
+        self._arriving: set[str] = set()
 
     def start(self, view: View, pointer: Pointer, mask: Any) -> None:
         if view.shape != pointer.shape:
@@ -58,10 +62,35 @@ class ThreadCopies:
 
     def commit(self) -> None:
         name = self._schedule.running.name
+        self._refuse_both(name in self._arriving)
         self._groups[name].append(self._open.pop(name, []))
+
+    def arrive(self, barrier: Barrier, threads: int) -> None:
+        """Arrive at the barrier, once per thread, when all copies started so far are complete."""
+        name = self._schedule.running.name
+        self._refuse_both(bool(self._groups[name]) and name not in self._arriving)
+        self._arriving.add(name)
+        self._groups[name].append(self._open.pop(name, []))
+        actor, tick = cp_async(name), len(self._groups[name])
+        copies = [copy for group in self._groups[name] for copy in group]
+
+        def land() -> None:
+            barrier.arrive(Clock({actor: tick}), threads)
+
+        def may_land() -> bool:
+            return not any(copy in self._schedule.late for copy in copies)
+
+        what = f"the arrival of {actor} at {barrier.name} in {kernel_line()}"
+        self._schedule.late.append(Late(what, land, may_land))
+
+    @staticmethod
+    def _refuse_both(both: bool) -> None:
+        if both:
+            raise NotInterpreted("groups of copies and copies that arrive in one partition")
 
     def wait(self, outstanding: int) -> None:
         strand = self._schedule.running
+        self._refuse_both(strand.name in self._arriving)
         ended = len(self._groups[strand.name]) - outstanding
         for group in self._groups[strand.name][: max(ended, 0)]:
             while group:

@@ -28,6 +28,7 @@ class Language:
         self._memory = SharedMemory(schedule)
         self._copies, self._cores = ThreadCopies(schedule), TensorCores(schedule)
         self._stores = BulkStores(schedule)
+        self._warps: dict[str, int] = {}  # of each partition
         self._barriers: dict[tuple[int, tuple[tuple[int, int], ...]], Barrier] = {}
         self.functions: list[tuple[Any, Callable[..., Any]]] = [
             (range, lambda *bounds: range(*(int(bound) for bound in bounds))),
@@ -52,6 +53,7 @@ class Language:
             (pipeline.copy_rows, self.copy),
             (hopper.async_copy.commit_group, self.commit),
             (hopper.async_copy.wait_group, self.wait_for_copies),
+            (hopper.async_copy.mbarrier_arrive, self.arrive_with_copies),
             *_ARITHMETIC,
         ]
 
@@ -67,12 +69,12 @@ class Language:
     def warp_specialize(self, functions: Sequence[Any], warps: Sequence[int], registers: Any = None) -> None:
         if len(warps) != len(functions) - 1 or (registers is not None and len(registers) != len(warps)):
             raise KernelFault(f"{len(functions)} partitions, {len(warps)} numbers of warps")
-        self._schedule.run(
-            [
-                (f"{number} ({function.__name__})", partial(function, *values))
-                for number, (function, values) in enumerate(functions)
-            ]
-        )
+        partitions = [
+            (f"{number} ({function.__name__})", partial(function, *values))
+            for number, (function, values) in enumerate(functions)
+        ]
+        self._warps = {name: number for (name, _), number in zip(partitions[1:], warps, strict=True)}
+        self._schedule.run(partitions)
         self._stores.end()
 
     def fence(self) -> None:
@@ -138,6 +140,14 @@ class Language:
     def wait_for_copies(self, num_outstanding: int = 0) -> None:
         self._schedule.event(f"wait_group {num_outstanding}")
         self._copies.wait(num_outstanding)
+
+    def arrive_with_copies(self, mbarrier: View, increment_count: bool = True) -> None:
+        name = self._schedule.running.name
+        if increment_count or name not in self._warps:
+            raise NotInterpreted("copies that add to the count of arrivals, or of a partition of unknown size")
+        barrier = self._barrier(mbarrier)
+        self._schedule.event(f"copies arrive, {barrier}")
+        self._copies.arrive(barrier, 32 * self._warps[name])
 
     def _threads(self) -> tuple[str, str]:
         """Actors of the running partition's threads."""

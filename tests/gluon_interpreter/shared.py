@@ -75,7 +75,7 @@ class Allocation:
         for note in writes:
             if not note.before(clock.seen):
                 raise KernelFault(f"{self._at(box)} is read without waiting for {note}")
-            if note.by_threads and not by_threads and not note.before(clock.fenced):
+            if note.by_threads and not by_threads and not clock.has_fenced(note.actor, note.tick):
                 raise KernelFault(f"{self._at(box)} is read without a fence after {note}")
         self._note(Access(False, by_threads, box, actor, tick, kernel_line()))
 
@@ -86,7 +86,7 @@ class Allocation:
                 continue
             if not note.before(clock.seen):
                 raise KernelFault(f"{self._at(box)} is written without waiting for {note}")
-            if note.by_threads and not by_threads and not note.before(clock.fenced):
+            if note.by_threads and not by_threads and not clock.has_fenced(note.actor, note.tick):
                 raise KernelFault(f"{self._at(box)} is written without a fence after {note}")
             if all(low <= start and end <= high for (start, end), (low, high) in zip(note.box, box, strict=True)):
                 del self._notes[key]  # ordered after this write implies ordered after that access

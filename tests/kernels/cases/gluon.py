@@ -121,6 +121,7 @@ def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
         "EVEN": True,
         "SLOTS": num_result_boxes(config, act.num_projections, act.num_projections + 1),
         "LAG": config.stages - 2,
+        "COPIES_ARRIVE": config.copies_arrive,
     }
 
 

@@ -193,6 +193,7 @@ def check_up(
     slots: int = 1,
     programs: int = 2,
     seed: int = 0,
+    copies_arrive: bool = False,
     **changed: Any,
 ) -> None:
     """Run the up projection and compare both results with float64. The padding after the rows stays unchanged."""
@@ -225,6 +226,7 @@ def check_up(
         EVEN=dim % tile.bk == 0,
         LAG=lag,
         SLOTS=slots,
+        COPIES_ARRIVE=copies_arrive,
         **tile.constants(stages),
         seed=seed,
         **changed,

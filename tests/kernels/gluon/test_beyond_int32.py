@@ -80,7 +80,7 @@ def test_up_projection_beyond_int32_offsets(sparse_zeros: Far) -> None:
     x, source, w = sparse_zeros(ROWS, DEPTH), sparse_zeros(ROWS, dtype=torch.int64), random(COLUMNS, DEPTH)
     x[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
     h, a = sparse_zeros(ROWS, COLUMNS), sparse_zeros(ROWS, COLUMNS)
-    flags = {"ACT": RELU, "GATED": False, "BIAS": False, "EVEN": False, "SLOTS": 1, "LAG": 1}
+    flags = {"ACT": RELU, "GATED": False, "BIAS": False, "EVEN": False, "SLOTS": 1, "LAG": 1, "COPIES_ARRIVE": False}
     given = x, source, tensor_descriptor(w, SMALL.bn, SMALL.bk), None, h, a
     boxes = tensor_descriptor(h, *BOX), tensor_descriptor(h, *BOX), tensor_descriptor(a, *BOX)
     run(up_kernel, *given, *boxes, *tables(), DEPTH, COLUMNS, 2, **flags)

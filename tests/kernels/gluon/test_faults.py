@@ -83,6 +83,18 @@ def _no_wait_at_the_end(original: Any) -> Any:
     return lambda num_outstanding=0, deps=(): original(1, deps)
 
 
+def _copy_after_arrival(copy: Any) -> Any:
+    """Start each step's copies in the next step, after the arrival at their own stage's barrier."""
+    delayed: list[Any] = []
+
+    def function(*arguments: Any, **keywords: Any) -> None:
+        delayed.append(lambda: copy(*arguments, **keywords))
+        if len(delayed) > 1:
+            delayed.pop(0)()
+
+    return function
+
+
 # The function to replace, the change, and the expected message. First for all kernels, then for gathered rows, then for
 # one kernel.
 IN_ALL: dict[str, tuple[Any, Change, str]] = {
@@ -172,6 +184,31 @@ IN_GATHER: dict[str, tuple[Any, Change, str]] = {
 }
 
 
+# Gathered rows whose copies arrive by themselves.
+IN_COPIES_ARRIVE: dict[str, tuple[Any, Change, str]] = {
+    "missing fence after wait for copies": (
+        fence_async_shared,
+        _called_by("multiply", _never),
+        "is read without a fence after the write by cp.async",
+    ),
+    "copies arrive at next stage": (
+        pipeline._arrive_with_copies,
+        lambda arrive: lambda full, it, stages: arrive(full, it + 1, stages),
+        "is read (before|without)|deadlock|too many|wrong phase",
+    ),
+    "arrival one stage early": (
+        pipeline.copy_rows,
+        _copy_after_arrival,
+        "is read (before|without)|is written without",
+    ),
+    "copies never arrive": (pipeline._arrive_with_copies, _never, "deadlock"),
+    "lost arrival of copies": (async_copy.mbarrier_arrive, _without(2), "deadlock|wrong phase|is read|is written"),
+    "barrier counts copies once": (
+        mbarrier.init,
+        lambda init: lambda bar, count: init(bar, min(count, 2)),
+        "too many",
+    ),
+}
 IN_COOPERATIVE: dict[str, tuple[Any, Change, str]] = {
     "barrier counts one warp group": (
         mbarrier.init,
@@ -284,6 +321,11 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
     "up": (
         partial(check_up, WHOLE, 40, 40, slots=3),
         IN_ALL | IN_COOPERATIVE | IN_GATHER | IN_BOXES,
+    ),
+    "up, copies arrive": (
+        # Not a multiple of the stages in a program's steps, after which signals one stage off would match again.
+        partial(check_up, WHOLE, 40, 40, slots=3, stages=4, copies_arrive=True),
+        IN_ALL | IN_COOPERATIVE | IN_COPIES_ARRIVE | IN_BOXES,
     ),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | IN_COOPERATIVE | IN_GATHER | IN_DHIDDEN),
     "dweight": (

@@ -9,6 +9,9 @@ from tests.marks import slowly
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from tests.gluon_interpreter import NotInterpreted
 from tests.kernels.gluon.grouped_cases import EACH_ACTIVATION, EACH_ROUTING, LARGE, ROUTINGS, check_up
 
 ALL_ODD = ROUTINGS["all odd"]
@@ -17,6 +20,16 @@ ALL_ODD = ROUTINGS["all odd"]
 @pytest.mark.parametrize("routing", EACH_ROUTING)
 def test_up_of_every_routing(routing: str) -> None:
     check_up(ROUTINGS[routing], 40, 24)
+
+
+@pytest.mark.parametrize("routing", EACH_ROUTING)
+def test_up_whose_copies_arrive_of_every_routing(routing: str) -> None:
+    check_up(ROUTINGS[routing], 40, 24, copies_arrive=True)
+
+
+@pytest.mark.parametrize("stages, seed", [(2, 0), (3, 1), (5, 2), *slowly(*((4, seed) for seed in range(3, 20)))])
+def test_up_whose_copies_arrive_in_other_event_orders(stages: int, seed: int) -> None:
+    check_up((24, 0, 3, 17), 56, 24, stages=stages, lag=0, programs=3, seed=seed, copies_arrive=True)
 
 
 @pytest.mark.parametrize("bias", [True, *slowly(False)])
@@ -36,6 +49,12 @@ def test_up_of_sizes_not_divisible_by_tile(dim: int, hidden: int, dtype: torch.d
 )
 def test_up_with_any_stage_and_program_count(stages: int, lag: int, slots: int, programs: int) -> None:
     check_up((24, 0, 3, 17), 40, 24, stages=stages, lag=lag, slots=slots, programs=programs)
+
+
+def test_interpreter_refuses_copies_that_raise_the_count_of_arrivals() -> None:
+    changed = {async_copy.mbarrier_arrive: lambda arrive: lambda bar, increment_count: arrive(bar)}
+    with pytest.raises(NotInterpreted, match="add to the count of arrivals"):
+        check_up((3,), 40, 24, copies_arrive=True, changed=changed)
 
 
 def test_box_ends_at_half_boundary() -> None:

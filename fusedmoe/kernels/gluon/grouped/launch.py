@@ -76,7 +76,7 @@ def launch_up(
         table.table, table.used, call.ends_E, dim, hidden, n_col_tiles,
         ACT=ACT_CODES[activation.name], GATED=activation.gated, BIAS=b1 is not None, EVEN=dim % config.bk == 0,
         SLOTS=num_result_boxes(config, activation.num_projections, results), LAG=config.stages - 2,
-        **_constants(config),
+        COPIES_ARRIVE=config.copies_arrive, **_constants(config),
     )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ group, for its own. A group therefore starts a tile only once the other group ha
 preceding tile loaded (barrier `turn`).
 
 `load_gathered` is a producer whose threads load gathered rows by asynchronous copies; everything else is loaded by bulk
-copies. Tensor cores read shared memory through the async proxy, unlike thread copies. The copying threads therefore
-wait for their copies, fence, synchronize, and only then mark a stage as full. They do so LAG steps late, which keeps
-copies of several steps in flight.
+copies. Tensor cores read shared memory through the async proxy, unlike thread copies, so a fence must lie between. The
+copying threads therefore wait for their copies, fence, synchronize, and only then mark a stage as full. They do so LAG
+steps late, which keeps copies of several steps in flight. With COPIES_ARRIVE the copies themselves arrive at the "full"
+barrier, once for each copying thread, and the multiplying threads fence after they have waited for it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Blocks:
     """Tile sizes of a kernel: tiles [bm, bn], K steps of depth bk, and a ring of `stages` steps in shared memory.
 
     Tiles run in bands of `group` row tiles, whose operands stay in the L2 cache. A producer waits for its thread copies
-    `lag` steps later.
+    `lag` steps later, or not at all if `copies_arrive`.
     """
 
     bm: int
@@ -53,13 +54,20 @@ class Blocks:
     stages: int
     lag: int
     pingpong: bool
+    copies_arrive: bool
 
 
 @gluon.constexpr_function
-def blocks(bm, bn, bk, group, stages, lag=0, pingpong=False):
+def blocks(bm, bn, bk, group, stages, lag=0, pingpong=False, copies_arrive=False):
     # A group releases a stage only after it has the next: more steps in flight would deadlock.
     assert lag + 2 <= stages
-    return Blocks(bm, bn, bk, group, stages, lag, pingpong)
+    return Blocks(bm, bn, bk, group, stages, lag, pingpong, copies_arrive)
+
+
+@gluon.constexpr_function
+def gathered_arrivals(copies_arrive):
+    """Return the arrivals of `load_gathered` per step: for bulk copies, and by its four warps or by their copies."""
+    return 1 + (128 if copies_arrive else 1)
 
 
 @gluon.jit
@@ -172,6 +180,8 @@ def multiply(
         await_turn(turn, it // (2 * gl.cdiv(depth, BLOCKS.bk)), GROUP)
     for k0 in range(0, depth, BLOCKS.bk):
         await_full(full, it, STAGES)
+        if BLOCKS.copies_arrive:
+            fence_async_shared()
         if A_TRANSPOSED:
             a_buf = a_bufs.index(it % STAGES).slice(FIRST, ROWS, 1).permute((1, 0))
         else:
@@ -231,9 +241,18 @@ def _mark_full(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
 
 
 @gluon.jit
-def _end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
-    async_copy.commit_group()
-    _mark_full(full, it, STAGES, LAG, it >= LAG)
+def _arrive_with_copies(full, it, STAGES: gl.constexpr):
+    """Have each thread arrive at the "full" barrier of step `it` once the thread's copies so far are complete."""
+    async_copy.mbarrier_arrive(full.index(it % STAGES), increment_count=False)
+
+
+@gluon.jit
+def _end_step(full, it, BLOCKS: gl.constexpr):
+    if BLOCKS.copies_arrive:
+        _arrive_with_copies(full, it, BLOCKS.stages)
+    else:
+        async_copy.commit_group()
+        _mark_full(full, it, BLOCKS.stages, BLOCKS.lag, it >= BLOCKS.lag)
 
 
 @gluon.jit
@@ -304,7 +323,7 @@ def load_gathered(
                 mask = (k < D - k0)[None, :]
                 copy_rows(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
             x_ptrs += BK
-            _end_step(full, it, STAGES, BLOCKS.lag)
+            _end_step(full, it, BLOCKS)
             it += 1
         if NUM_BOXES > 0:
             for box in range(0, NUM_BOXES):
@@ -314,6 +333,7 @@ def load_gathered(
                 column = col_tile * BH + (box // NUM_PROJECTIONS) * BK + (box % NUM_PROJECTIONS) * H
                 bar = full.index(it % STAGES)
                 bulk_load(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
-                _end_step(full, it, STAGES, BLOCKS.lag)
+                _end_step(full, it, BLOCKS)
                 it += 1
-    end_steps(full, it, 0, STAGES, BLOCKS.lag)
+    if not BLOCKS.copies_arrive:
+        end_steps(full, it, 0, STAGES, BLOCKS.lag)

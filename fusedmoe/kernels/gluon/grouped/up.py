@@ -10,6 +10,7 @@ from fusedmoe.kernels.gluon import jit
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_box
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     blocks,
+    gathered_arrivals,
     load_gathered,
     locate,
     make_ring,
@@ -104,10 +105,11 @@ def up_kernel(
     tiles_ptr, used_ptr, ends_ptr, D, H, n_col_tiles,
     # EVEN: BK divides D. SLOTS: result boxes per group; divides the number of boxes of a tile.
     ACT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, EVEN: gl.constexpr, SLOTS: gl.constexpr,
+    COPIES_ARRIVE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
+    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG, copies_arrive=COPIES_ARRIVE)
     NUM_PROJECTIONS: gl.constexpr = 2 if GATED else 1
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
@@ -116,7 +118,7 @@ def up_kernel(
     gl.static_assert(BN // NUM_PROJECTIONS // WIDE * (NUM_PROJECTIONS + 1) % SLOTS == 0)
     out_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * SLOTS, BM // 2, WIDE], a_desc.layout)
     outs = ((h_ptr, g_desc), (h_ptr + H, u_desc), (a_ptr, a_desc))
-    ring = make_ring(2, BLOCKS)
+    ring = make_ring(gathered_arrivals(COPIES_ARRIVE), BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
     rows = (x_ptr, source_ptr)

@@ -68,6 +68,7 @@ class HopperConfig(Config):
         pingpong: the groups alternate on whole tiles: one multiplies while the other stores.
         registers: per thread at launch; then multiplying warps take more and loading warps release some.
         programs: number of persistent programs; 0: one per multiprocessor.
+        copies_arrive: copies of gathered rows signal their own completion; the loading warps wait for none. `up` only.
     """
 
     warps: int = 4
@@ -75,10 +76,11 @@ class HopperConfig(Config):
     registers: int = 168
     pingpong: bool = False
     programs: int = 0
+    copies_arrive: bool = False
 
     def __str__(self) -> str:
-        turns = " by turns" * self.pingpong
-        return f"gluon {super().__str__()}{turns}" + f" p{self.programs}" * bool(self.programs)
+        flags = " by turns" * self.pingpong + " copies arrive" * self.copies_arrive
+        return f"gluon {super().__str__()}{flags}" + f" p{self.programs}" * bool(self.programs)
 
     @property
     def options(self) -> dict[str, int]:
@@ -254,6 +256,7 @@ def row_heights(dtype: torch.dtype, capability: Capability | None) -> tuple[int,
 
 # The Gluon form, ordered by times on an H200 and an H100 at the benchmark's shapes.
 _GLUON_WIDE = HopperConfig(128, 256, 64)
+_GLUON_COPIES_ARRIVE = HopperConfig(128, 256, 64, copies_arrive=True)
 # Two result boxes per group, so neither waits for the other's store; or one more stage.
 _GLUON_PINGPONG = HopperConfig(128, 128, 64, stages=5, pingpong=True)
 _GLUON_PINGPONG_6 = HopperConfig(128, 128, 64, stages=6, pingpong=True)
@@ -267,7 +270,7 @@ _GLUON_ROWS = (
     ConfigCandidate(_GLUON_PINGPONG_6),
 )
 _GLUON = {
-    "up": (ConfigCandidate(_GLUON_WIDE),),
+    "up": (ConfigCandidate(_GLUON_WIDE), ConfigCandidate(_GLUON_COPIES_ARRIVE)),
     "down": _GLUON_ROWS,
     "dhidden": (ConfigCandidate(_GLUON_WIDE),),
     "dinput": _GLUON_ROWS,
