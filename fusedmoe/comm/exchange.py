@@ -352,6 +352,8 @@ def exchange_metadata(
             must call its experts as a module and another cannot.
     """
     ep = algorithm.group
+    if algorithm.wire is not None:
+        form = form._replace(wire=str(algorithm.wire))
     if problem := _counts_error(counts_E, ep.size) or form.refusal():
         ep.refuse(CHECK, problem)
     nonfinite = refusal if isinstance(refusal, NonFinite) else None

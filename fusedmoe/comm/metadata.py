@@ -23,6 +23,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import SentTokens
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.names import WIRES
 
 CHECK = "the check of the layer's input"
 # A dtype is sent as its index; 0: no router weights.
@@ -37,12 +38,14 @@ class RowForm(NamedTuple):
         width: elements per row.
         k: maximum number of (token, k) pairs per row.
         weights: dtype of the router weights sent with the rows; None if none are sent.
+        wire: name of the format between ranks (`WireFormat`).
     """
 
     dtype: torch.dtype
     width: int
     k: int
     weights: torch.dtype | None
+    wire: str = WIRES[0]
 
     @classmethod
     def of(cls, x_SM: Tensor, layout: Layout, weights: Tensor | None) -> RowForm:
@@ -57,14 +60,14 @@ class RowForm(NamedTuple):
         return ""
 
     @lru_cache(maxsize=256)  # noqa: B019, a form is a value
-    def columns(self) -> tuple[int, int, int, int]:
-        return _DTYPES.index(self.dtype), self.width, self.k, _DTYPES.index(self.weights)
+    def columns(self) -> tuple[int, int, int, int, int]:
+        return _DTYPES.index(self.dtype), self.width, self.k, _DTYPES.index(self.weights), WIRES.index(self.wire)
 
     @classmethod
-    def of_columns(cls, dtype: int, width: int, k: int, weights: int) -> RowForm:
+    def of_columns(cls, dtype: int, width: int, k: int, weights: int, wire: int) -> RowForm:
         row_dtype = _DTYPES[dtype]
         assert row_dtype is not None
-        return cls(row_dtype, width, k, _DTYPES[weights])
+        return cls(row_dtype, width, k, _DTYPES[weights], WIRES[wire])
 
 
 class ExpertCalls(IntEnum):
@@ -83,7 +86,7 @@ class Metadata(NamedTuple):
     Q is the axis of ESP ranks, P the axis of EP ranks.
 
     Attributes:
-        dtype, width, k, weights: `RowForm.columns`, which must be equal on all ranks.
+        dtype, width, k, weights, wire: `RowForm.columns`, which must be equal on all ranks.
         rank: the sender's global rank.
         is_refused: 1 if the sender refuses its input. No rank then sends rows.
         tokens_require_grad, weights_require_grad: 1 if the sender needs these gradients.
@@ -95,6 +98,7 @@ class Metadata(NamedTuple):
     width: Any
     k: Any
     weights: Any
+    wire: Any
     rank: Any
     is_refused: Any = False
     expert_calls: Any = ExpertCalls.EITHER
@@ -152,7 +156,7 @@ class AgreedMetadata(NamedTuple):
 def describe_difference(forms: Mapping[int, RowForm]) -> tuple[str, int | None]:
     """Return an error text for different row forms by rank, and the rank at fault if only one differs."""
     names = {"dtype": "dtypes", "width": "widths", "k": "numbers of experts for a token (K)"}
-    names["weights"] = "dtypes of router weights"
+    names |= {"weights": "dtypes of router weights", "wire": "formats between ranks (wire)"}
     name = next(name for name in names if len({getattr(form, name) for form in forms.values()}) > 1)
     holders: dict[object, list[int]] = {}
     for rank, form in sorted(forms.items()):

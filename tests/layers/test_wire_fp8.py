@@ -404,6 +404,24 @@ def test_refusals(cluster: Cluster) -> None:
     cluster.run(2, check_refusals)
 
 
+def exchange_in_two_formats(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    layer = make_layer(topology, "off")
+    collectives = layer.dispatcher.collectives
+    assert collectives is not None
+    wire = find_wire_format("fp8" if rank == 1 else None)
+    collectives.all_to_all = all_to_all.make_all_to_all("direct", topology, wire)
+    with pytest.raises(
+        RankError, match=r"formats between ranks \(wire\) cannot be exchanged: bf16 on rank 0, fp8 on rank 1"
+    ):
+        layer(torch.randn(4, M, dtype=torch.float64))
+    topology.close()
+
+
+def test_formats_are_compared_before_rows_are_sent(cluster: Cluster) -> None:
+    cluster.run(2, exchange_in_two_formats)
+
+
 def test_one_rank_sends_nothing_and_rounds_nothing() -> None:
     topology = Topology()
     data = batch(topology, 9)
