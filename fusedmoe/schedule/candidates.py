@@ -32,15 +32,15 @@ _MAX_NEIGHBOURS = 4
 SHARE, STEPS = 0.02, 500
 
 # A plan slower than the best by this factor is dropped.
-_TOO_SLOW = 1.5
+_MAX_SLOWDOWN = 1.5
 # Assumed relative error of predictions compared with each other.
 _PREDICTION_ERROR = 0.1
 # Steps of each of two plans before their medians are compared, and before the comparison is final.
-_MIN_STEPS, _MAX_STEPS = 4, 8
+_MIN_STEPS_TO_COMPARE, _MAX_STEPS_TO_COMPARE = 4, 8
 # Spread of two medians, relative to a step time, above which they cannot rank plans.
 _MAX_SPREAD = 1.0
 # Standard deviation of the median of n normal numbers with a deviation of 1, times √n.
-_MEDIAN_DEVIATION = 1.25
+_MEDIAN_STANDARD_DEVIATION = 1.25
 
 
 class PlanCandidate(NamedTuple):
@@ -58,7 +58,7 @@ class PlanCandidate(NamedTuple):
         words = [self.family, f"{chunks} chunks"]
         if any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute):
             words.append("W tasks")
-        if (size := self.plan.largest_bucket) and (self.uses_micro_batches or self._gradients == "idle slots"):
+        if (size := self.plan.largest_bucket) and (self.uses_micro_batches or self._gradient_strategy == "idle slots"):
             words.append(f"buckets of {size / 2**10:.0f} KiB")
         return ", ".join(words)
 
@@ -68,7 +68,7 @@ class PlanCandidate(NamedTuple):
         return ANY_ORDER if self.family == ANY_ORDER.name else POLICIES.get(self.family)
 
     @property
-    def _gradients(self) -> str | None:
+    def _gradient_strategy(self) -> str | None:
         return None if self.policy is None else self.policy.gradients
 
 
@@ -161,14 +161,14 @@ def _degree_changes(max_degree: int, samples: int | None = None) -> Iterator[Cal
 def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: int) -> Iterator[Plan]:
     """Yield plans with other degrees in all layers, or smaller buckets, in the same orders."""
     plan, layers = candidate.plan, range(len(costs.layers))
-    forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
+    forward, backward = ([_recover_chunked_pass(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
     same = [layer_pass.degree for layer_pass in forward] == [layer_pass.degree for layer_pass in backward]
     largest = plan.largest_bucket or 0
 
     def rebuilt(ahead: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
-        if candidate._gradients == "idle slots" and bucket_bytes:
+        if candidate._gradient_strategy == "idle slots" and bucket_bytes:
             return idle_slot_plan(costs, ahead, back, bucket_bytes)
-        if candidate._gradients == "exposed":
+        if candidate._gradient_strategy == "exposed":
             return step_plan(costs, ahead, back, exposed=True)
         middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
@@ -181,11 +181,11 @@ def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: in
         else:
             yield rebuilt(ahead, backward, largest)
             yield rebuilt(forward, back, largest)
-    if candidate._gradients == "idle slots" and largest > 1:
+    if candidate._gradient_strategy == "idle slots" and largest > 1:
         yield rebuilt(forward, backward, largest // 2)
 
 
-def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
+def _recover_chunked_pass(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
     degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
     own = pass_of(plan, layer, phase)
     # A plan does not store its order function: find the one that reproduces the task orders.
@@ -251,32 +251,32 @@ class Trials:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.num_steps = 0
-        self._tried_before = 0
-        self._charged_s = 0.0
+        self._num_earlier_trial_steps = 0
+        self._charged_budget_s = 0.0
 
     def begin_search(self, candidates: Sequence[PlanCandidate]) -> None:
         """Start a search among new candidates. Earlier searches stay charged to the budget."""
-        self._charged_s, self._tried_before = self.spent_s, self.num_tried
+        self._charged_budget_s, self._num_earlier_trial_steps = self.spent_s, self.num_tried
         self.entries = [Entry(candidate) for candidate in candidates]
 
     def charge(self, seconds: float) -> None:
-        self._charged_s += seconds
+        self._charged_budget_s += seconds
 
     @property
     def num_tried(self) -> int:
         first = sum(entry.first_s is not None for entry in self.entries[1:])
-        return self._tried_before + first + sum(len(entry.seconds) for entry in self.entries)
+        return self._num_earlier_trial_steps + first + sum(len(entry.seconds) for entry in self.entries)
 
     @property
     def spent_s(self) -> float:
         """Seconds charged to the budget: the excess of measured steps over the best median, plus `charge`."""
         best_s = self.best_median_s
         if not math.isfinite(best_s):
-            return self._charged_s
+            return self._charged_budget_s
         spent = [len(entry.seconds) * max(0.0, entry.expected_s - best_s) for entry in self.entries if entry.seconds]
         # The first entry's first step is the job's first step, which is slow with any plan.
         first = [max(0.0, entry.first_s - best_s) for entry in self.entries[1:] if entry.first_s is not None]
-        return self._charged_s + (sum(spent) + sum(first))
+        return self._charged_budget_s + (sum(spent) + sum(first))
 
     @property
     def best_median_s(self) -> float:
@@ -297,7 +297,7 @@ class Trials:
 
     def noise_between(self, first: Entry, second: Entry) -> float:
         """Standard deviation of the difference of two entries' medians, relative to a step time."""
-        return self.noise * _MEDIAN_DEVIATION * math.sqrt(1 / len(first.seconds) + 1 / len(second.seconds))
+        return self.noise * _MEDIAN_STANDARD_DEVIATION * math.sqrt(1 / len(first.seconds) + 1 / len(second.seconds))
 
     @property
     def is_too_noisy(self) -> bool:
@@ -313,7 +313,7 @@ class Trials:
         if entry.seconds:
             return entry.expected_s - least.median_s <= max(0.0, self.remaining_s)
         ratio = entry.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
-        return ratio <= _TOO_SLOW and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
+        return ratio <= _MAX_SLOWDOWN and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
 
     def must_run(self, entry: Entry) -> bool:
         """Return whether an entry runs whatever the budget: OFF, until it has a measured step."""
@@ -321,7 +321,7 @@ class Trials:
         return entry.candidate.family == OFF and not entry.seconds
 
     def is_too_slow(self, entry: Entry) -> bool:
-        return entry.expected_s > _TOO_SLOW * self.best_median_s
+        return entry.expected_s > _MAX_SLOWDOWN * self.best_median_s
 
     def better_half(self, pool: Sequence[Entry]) -> list[Entry]:
         """Return the faster half of the pool (successive halving).
@@ -342,13 +342,13 @@ class Trials:
         """Return whether two entries need more steps to decide if the simpler one is as fast as the other."""
         simpler, larger = sorted((first, second), key=lambda entry: entry.simplicity)
         steps = min(len(first.seconds), len(second.seconds))
-        if self.remaining_s <= 0 or steps >= _MAX_STEPS or simpler.median_s <= larger.median_s:
+        if self.remaining_s <= 0 or steps >= _MAX_STEPS_TO_COMPARE or simpler.median_s <= larger.median_s:
             return False
-        return steps < _MIN_STEPS or self.is_as_fast(simpler, larger)
+        return steps < _MIN_STEPS_TO_COMPARE or self.is_as_fast(simpler, larger)
 
     def is_as_fast(self, entry: Entry, least: Entry) -> bool:
         """Return whether an entry's median exceeds the lowest median by no more than noise."""
-        if entry is least or min(len(entry.seconds), len(least.seconds)) < _MIN_STEPS:
+        if entry is least or min(len(entry.seconds), len(least.seconds)) < _MIN_STEPS_TO_COMPARE:
             return entry is least
         return entry.median_s <= least.median_s * (1 + self.noise_between(entry, least))
 
@@ -356,7 +356,7 @@ class Trials:
     def plausible(self) -> list[Entry]:
         """Tried entries, without those whose fastest step is far slower than all steps of another entry."""
         tried = [entry for entry in self.entries if entry.seconds]
-        limit_s = _TOO_SLOW * min(max(entry.seconds) for entry in tried)
+        limit_s = _MAX_SLOWDOWN * min(max(entry.seconds) for entry in tried)
         return [entry for entry in tried if min(entry.seconds) <= limit_s]
 
     def likely_fastest(self) -> Entry:
@@ -366,7 +366,9 @@ class Trials:
 
         # The weight of the prediction grows with the noise.
         def likely_s(entry: Entry) -> float:
-            prediction_weight = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
+            prediction_weight = (
+                (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_STANDARD_DEVIATION**2 / len(entry.seconds)
+            )
             return (entry.median_s + prediction_weight * scale * entry.candidate.predicted_s) / (1 + prediction_weight)
 
         return min(tried, key=likely_s)

@@ -26,7 +26,7 @@ from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_G
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # Clock resolution.
-_TICK_S = 1e-9
+_CLOCK_RESOLUTION_S = 1e-9
 # Kinds that the plan runs, or autograd in its place.
 _PLANNED_KINDS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
@@ -45,7 +45,7 @@ def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -
     disturbed = len(steps) // 3  # shortest and longest steps to drop
     taken: dict[Sample, list[float]] = {}
     for timelines in by_length[disturbed : len(steps) - disturbed]:
-        for sample, seconds in _samples(plan, costs, timelines, costs.contention).items():
+        for sample, seconds in _task_times_by_part(plan, costs, timelines, costs.contention).items():
             taken.setdefault(sample, []).append(statistics.mean(seconds))
     return Observed({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
 
@@ -76,11 +76,11 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
         part = _part_name(span.kind, span.phase)
         predicted[part] = predicted.get(part, 0.0) + span.duration_s
     measured: dict[str, float] = {}
-    for sample, tasks_s in _samples(plan, costs, timelines).items():
+    for sample, tasks_s in _task_times_by_part(plan, costs, timelines).items():
         part = _part_name(sample.kind, sample.phase)
         measured[part] = measured.get(part, 0.0) + sum(tasks_s)
     # The last synchronization reduces the gradients that no task has reduced. `refit` adds it to the optimizer.
-    timeline, part = _slowest_spans(timelines), _part_name(TaskKind.GRADIENT_ALL_REDUCE, "backward")
+    timeline, part = _slowest_rank_spans(timelines), _part_name(TaskKind.GRADIENT_ALL_REDUCE, "backward")
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     if part in predicted and (last := [span for span in reduced if span.layer is None]):
         began_s = max((span.end_s for span in reduced if span.layer is not None), default=0.0)
@@ -97,7 +97,7 @@ def _part_name(kind: str, phase: str | None) -> str:
     return kind if phase is None else f"{kind} {phase}"
 
 
-def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
+def _slowest_rank_spans(timelines: Sequence[Timeline]) -> Timeline:
     # From the latest start to the latest end over ranks: an early rank's wait for a late rank counts once, in the task
     # that made the rank late.
     last: dict[tuple[object, ...], Span] = {}
@@ -109,7 +109,7 @@ def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-def _numbered_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, str | None], int]) -> Timeline:
+def _number_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, str | None], int]) -> Timeline:
     """Number the chunks of a step without a schedule, whose spans are the single chunks of the plan's tasks."""
     if any(span.kind in PIPELINE and span.chunk is not None for span in timeline.spans):
         return timeline
@@ -122,7 +122,7 @@ def _numbered_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, 
     return replace(timeline, spans=tuple(spans))
 
 
-def _samples(
+def _task_times_by_part(
     plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
 ) -> dict[Sample, list[float]]:
     """Return the seconds of each task of one step over all ranks, by sample.
@@ -130,7 +130,7 @@ def _samples(
     `contention`: removed from the times, as is rechunking between different degrees of the passes; None: keep both.
     """
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
-    timeline = _numbered_chunks(_slowest_spans(timelines), counts)
+    timeline = _number_chunks(_slowest_rank_spans(timelines), counts)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PLANNED_KINDS} | carried.keys()
     # Autograd runs unchunked attention, also in layers without experts.
@@ -143,7 +143,7 @@ def _samples(
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
     tasks: dict[Task, tuple[Sample, float]] = {}
-    shared = _times_outside_tasks(timeline, is_of_plan)
+    shared = _measure_times_outside_tasks(timeline, is_of_plan)
     spans = [span for span in timeline.spans if is_of_plan(span)]
     for span, seconds in zip(spans, _uncontended_s(spans, contention or NO_CONTENTION), strict=True):
         kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
@@ -192,7 +192,7 @@ def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]
     return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
-def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[Sample, float]:
+def _measure_times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[Sample, float]:
     """Return the seconds of a step within, between and after the passes but outside its tasks."""
     # Without a loss, the end of a pass is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
@@ -220,7 +220,7 @@ def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool])
 def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepCosts:
     """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
     between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
-    before, back = (_outside_tasks_s(observed, phase) for phase in PHASES)
+    before, back = (_observed_outside_tasks_s(observed, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / row_ratio
     optimizer_s = costs.optimizer_s if after is None else after
     # Times outside of micro-batches are before and after all layers.
@@ -238,7 +238,7 @@ def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepC
 
 def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s: float) -> LayerCosts:
     def fitted(part: StageTime, kind: str, phase: str, has_w_tasks: bool = False) -> StageTime:
-        time = _refit_stage(part, observed.get(kind, phase, has_w_tasks), row_ratio)
+        time = _refit_stage_time(part, observed.get(kind, phase, has_w_tasks), row_ratio)
         # No task takes less than the executor's overhead.
         return time if time is part else replace(time, alpha_s=max(time.alpha_s, task_s))
 
@@ -259,7 +259,7 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
     dense = all_fitted(micro.dense)
     # Without a step's loss to add them to, times outside of tasks are added to attention.
     for phase, of_phase in dense.items():
-        around_s = _outside_tasks_s(observed, phase)
+        around_s = _observed_outside_tasks_s(observed, phase)
         if (
             around_s is not None
             and TaskKind.ATTENTION in of_phase
@@ -289,26 +289,26 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
 
 
-def _outside_tasks_s(observed: Observed, phase: str) -> float | None:
+def _observed_outside_tasks_s(observed: Observed, phase: str) -> float | None:
     around_s = observed.seconds.get(Sample(TaskKind.OTHER, phase))
     return None if around_s is None else around_s + observed.seconds.get(Sample(COUNTS, phase), 0.0)
 
 
-def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
+def _refit_stage_time(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
     """Fit a predicted stage time to `points`, measured seconds of one chunk by number of chunks, if there are any."""
     if not points:
         return part
     # Several numbers of chunks separate start-up from work.
     if len(points) > 1:
-        return _fit_stage(
-            [(row_ratio / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
+        return _fit_stage_time(
+            [(row_ratio / count, max(seconds, _CLOCK_RESOLUTION_S)) for count, seconds in points.items()], part.alpha_s
         )
     ((count, seconds),) = points.items()
     expected_s = part.seconds(count / row_ratio)
     return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / row_ratio)
 
 
-def _fit_stage(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
+def _fit_stage_time(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
     """Fit a stage time to `points`: pairs of a fraction of all rows and its seconds. `start_s`: predicted start-up."""
     if fit(points).alpha_s >= 0:
         line = fit_nonnegative_line(points)

@@ -144,7 +144,7 @@ class BucketCutter:
     def __init__(self, gradient_bytes: Sequence[int]) -> None:
         self.start = 0
         self.ends = gradient_ends(gradient_bytes)
-        self._cut: dict[int, int] = {}
+        self._num_buckets_by_layer: dict[int, int] = {}
 
     def available(self, layer: int) -> int:
         """Return the bytes that are complete after the backward pass of `layer` and not yet in a bucket."""
@@ -159,8 +159,8 @@ class BucketCutter:
             return []
         self.start += size
         last = max(at for at, end in enumerate(self.ends) if end >= self.start)
-        number = self._cut.get(last, 0)
-        self._cut[last] = number + 1
+        number = self._num_buckets_by_layer.get(last, 0)
+        self._num_buckets_by_layer[last] = number + 1
         return [Task(TaskKind.GRADIENT_ALL_REDUCE, number, last, "backward", size)]
 
 

@@ -74,12 +74,12 @@ FUSED: dict[str, tuple[str, ...]] = {
 
 COUNTS: str = _K.COUNT_EXCHANGE
 
-_CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
+_CHUNKED_KINDS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
 #: Kinds of a layer's tasks in each pass, in execution order.
 STAGES: dict[str, tuple[str, ...]] = {
-    "forward": (_K.ATTENTION, _K.GATE, _K.PERMUTE, _K.OTHER, COUNTS, *_CHUNKS, _K.UNPERMUTE),
-    "backward": (_K.PERMUTE, *_CHUNKS, _K.UNPERMUTE, _K.OTHER, _K.GATE, _K.ATTENTION),
+    "forward": (_K.ATTENTION, _K.GATE, _K.PERMUTE, _K.OTHER, COUNTS, *_CHUNKED_KINDS, _K.UNPERMUTE),
+    "backward": (_K.PERMUTE, *_CHUNKED_KINDS, _K.UNPERMUTE, _K.OTHER, _K.GATE, _K.ATTENTION),
 }
 
 #: W tasks by the kind they are split from, whose backward task then computes input gradients only.
@@ -123,7 +123,7 @@ SYMBOLS: dict[str, str] = {
     _K.OTHER: "",
 }
 
-_OCCUPIED = {
+_RESOURCES_BY_KIND = {
     **{kind: (link,) for kind, link in LINKS.items()},
     **{kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()},
 }
@@ -151,7 +151,7 @@ class Task(NamedTuple):
 
 def resources_of(kind: str) -> tuple[str, ...]:
     """Return the resources that a kind occupies: one, or compute and a link for fused operations."""
-    return _OCCUPIED.get(kind, ("compute",))
+    return _RESOURCES_BY_KIND.get(kind, ("compute",))
 
 
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
@@ -192,9 +192,9 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     before: list[Task] = []
     earlier: list[list[Task]] = []
     for stages_of_pass in passes:
-        micro = _in_micro_batches(stages_of_pass) and _in_micro_batches(earlier)
+        micro = _has_micro_batches(stages_of_pass) and _has_micro_batches(earlier)
         for index, stage in enumerate(stages_of_pass):
-            _link(after, before, stage, within=micro or index > 0)
+            _add_stage_dependencies(after, before, stage, within=micro or index > 0)
             before = stage
         # A layer without stages keeps the chain intact.
         earlier = stages_of_pass or earlier
@@ -221,11 +221,13 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     return after
 
 
-def _in_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
+def _has_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
     return any(stage[0].kind == _K.ATTENTION and stage[0].chunk is not None for stage in stages)
 
 
-def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:
+def _add_stage_dependencies(
+    after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool
+) -> None:
     """Make `stage` wait for `before`: chunk by chunk if both are chunked, otherwise for all of it."""
     together = {task.chunk: task for task in before}
     # Only micro-batches stay chunked between layers, and none between passes.

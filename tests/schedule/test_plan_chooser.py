@@ -462,11 +462,11 @@ def test_unlisted_transition_raises() -> None:
     for before, after in itertools.product(Phase, Phase):
         chooser.phase = before
         if after in TRANSITIONS[before]:
-            chooser._enter(after)
+            chooser._enter_phase(after)
             assert chooser.phase is after
         else:
             with pytest.raises(AssertionError, match=f"{before.name} to {after.name}"):
-                chooser._enter(after)
+                chooser._enter_phase(after)
 
 
 def test_plan_is_applied_on_change_and_reported_on_choice() -> None:
