@@ -26,8 +26,8 @@ from fusedmoe.kernels.layout import Layout
 
 CHECK = "the check of the layer's input"
 # A dtype is sent as its index; 0: no router weights.
-_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-NUM_DTYPES = len(_DTYPES)
+_ROW_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NUM_DTYPES = len(_ROW_DTYPES)
 
 
 class RowForm(NamedTuple):
@@ -52,19 +52,21 @@ class RowForm(NamedTuple):
     def refusal(self) -> str:
         """Return why rows of this form cannot be sent, else ""."""
         for what, dtype in (("rows", self.dtype), ("router weights", self.weights)):
-            if dtype not in _DTYPES:
-                return f"{what} of {dtype} cannot be sent; convert them to one of {', '.join(map(str, _DTYPES[1:]))}"
+            if dtype not in _ROW_DTYPES:
+                return (
+                    f"{what} of {dtype} cannot be sent; convert them to one of {', '.join(map(str, _ROW_DTYPES[1:]))}"
+                )
         return ""
 
     @lru_cache(maxsize=256)  # noqa: B019, a form is a value
     def columns(self) -> tuple[int, int, int, int]:
-        return _DTYPES.index(self.dtype), self.width, self.k, _DTYPES.index(self.weights)
+        return _ROW_DTYPES.index(self.dtype), self.width, self.k, _ROW_DTYPES.index(self.weights)
 
     @classmethod
     def of_columns(cls, dtype: int, width: int, k: int, weights: int) -> RowForm:
-        row_dtype = _DTYPES[dtype]
+        row_dtype = _ROW_DTYPES[dtype]
         assert row_dtype is not None
-        return cls(row_dtype, width, k, _DTYPES[weights])
+        return cls(row_dtype, width, k, _ROW_DTYPES[weights])
 
 
 class ExpertCalls(IntEnum):

@@ -151,7 +151,7 @@ def test_pending_collective_holds_no_reference_to_group(monkeypatch: pytest.Monk
     duplex = Group("ep", (0, 1), 0, object(), job, object())  # type: ignore[arg-type]
     for name in ("all_to_all_single", "all_reduce"):
         monkeypatch.setattr(dist, name, never)
-    monkeypatch.setattr(collectives, "_all_gather_tensor", never)
+    monkeypatch.setattr(collectives, "_all_gather_into_tensor", never)
     for call in (
         lambda rows: collectives.all_to_all_rows(group, rows, [2, 2], [1, 3]),
         lambda rows: collectives.all_to_all_rows(duplex, rows, [2, 2], [2, 2]),

@@ -68,7 +68,7 @@ def recorded() -> Iterator[list[Issue]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", all_to_all_single)
         patch.setattr(dist, "all_reduce", all_reduce)
-        patch.setattr(collectives, "_all_gather_tensor", all_gather)
+        patch.setattr(collectives, "_all_gather_into_tensor", all_gather)
         yield issues
 
 
