@@ -91,7 +91,7 @@ def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dic
 def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str, Any]:
     """Measure the cost of steps that try plans, until one is chosen. Collective."""
     tuning = tune_model(off.model, tell=lambda _: None)
-    while not tuning.settled:
+    while not tuning.is_settled:
         tell(topology, "auto tries plans")
         with tuning:
             off.step()

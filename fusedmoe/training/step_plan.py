@@ -23,7 +23,7 @@ from fusedmoe.placement.replicas import ReplicaTiming
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates, predicted_s
+from fusedmoe.schedule.candidates import PlanCandidate, family_candidates, predicted_s, sort_distinct
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, user_plan_fingerprints
@@ -249,7 +249,7 @@ class PlannedStep:
             found = family_candidates(self.costs, self.limit, self.samples, show)
             if self.layer_costs is not self.costs:
                 layers = family_candidates(self.layer_costs, self.limit, None, show)
-                found = distinct([*(one for one in found if one.uses_micro_batches), *layers])
+                found = sort_distinct([*(one for one in found if one.uses_micro_batches), *layers])
             return list(filter(self.is_runnable, found))
 
     def is_runnable(self, candidate: PlanCandidate) -> bool:
