@@ -18,7 +18,7 @@ from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.step_plans import PlannedJob, followed_policy, machine_costs, make_meta_model, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.schedule import simulate
-from fusedmoe.schedule.draw import ms
+from fusedmoe.schedule.draw import format_ms
 from fusedmoe.schedule.machines import Machine, scaling_ranks, slowest_rank_factor
 from fusedmoe.schedule.task import PHASES
 
@@ -107,8 +107,8 @@ class Scale:
             chunks = [sorted({*point["chunks"][phase]}) for phase in PHASES]
             table.add_row(
                 *(str(point[name]) for name in columns[:5]),
-                ms(point["sequential_s"]),
-                ms(point["step_s"]),
+                format_ms(point["sequential_s"]),
+                format_ms(point["step_s"]),
                 f"{point['tokens_per_s'] / 1e6:.3g}",
                 f"{point['speed_up']:.2f} ×",
                 f"{point['exposed_s'] / point['step_s']:.0%}",

@@ -97,9 +97,9 @@ def make_all_to_all(name: str, topology: Topology, wire: WireFormat | None = Non
             "instance of a subclass of fusedmoe.Dispatcher"
         )
     group = topology.ep
-    wire = wire and wire.over_ranks(group.size, topology.esp.size)
+    wire = wire and wire.for_group_sizes(group.size, topology.esp.size)
     if name == "direct":
-        return Direct(group, wire)
+        return DirectAllToAll(group, wire)
     # All ranks must raise if one does, so check all ep groups.
     groups = [group.ranks] if topology.expert_grid is None else topology.expert_grid.transpose(1, 2).flatten(0, 1)
     for ranks in (tuple(int(rank) for rank in each) for each in groups):
@@ -115,7 +115,7 @@ def make_all_to_all(name: str, topology: Topology, wire: WireFormat | None = Non
     inter_node_group = None
     if name == "2dh" or local_rank == 0:
         inter_node_group = topology.subgroup("ep across nodes", tuple(ranks[local_rank] for ranks in grid))
-    return TwoLevel(group, intra_node_group, inter_node_group, len(grid), name == "1dh", wire)
+    return TwoLevelAllToAll(group, intra_node_group, inter_node_group, len(grid), name == "1dh", wire)
 
 
 def _format_suffix(wire: WireFormat | None) -> str:
@@ -130,7 +130,7 @@ def _group_ranks_by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list
 
 
 @dataclass(frozen=True, eq=False)
-class Direct(AllToAll):
+class DirectAllToAll(AllToAll):
     """A single all-to-all collective over the whole group."""
 
     group: Group
@@ -167,7 +167,7 @@ class TwoLevelTraffic(Traffic):
 
 
 @dataclass(frozen=True, eq=False)
-class TwoLevel(AllToAll):
+class TwoLevelAllToAll(AllToAll):
     """2DH and 1DH: send rows to their node, then forward them inside it.
 
     Attributes:
@@ -281,11 +281,11 @@ class TwoLevel(AllToAll):
         Args:
             nodes_npN: rows sent to node N by the rank with local index p in node n.
         """
-        (node, _), mine = self._node_and_local_rank, self.crossing_indices
+        (node, _), mine = self._node_and_local_rank, self.inter_node_local_ranks
         return nodes_npN[node, mine], nodes_npN[:, mine, node]
 
     @property
-    def crossing_indices(self) -> slice:
+    def inter_node_local_ranks(self) -> slice:
         """Local indices whose rows this rank sends across nodes: its own with 2dh, all with 1dh."""
         local_rank = self._node_and_local_rank[1]
         return slice(None) if self.has_leader else slice(local_rank, local_rank + 1)
@@ -293,7 +293,7 @@ class TwoLevel(AllToAll):
     def _forward_inside_node(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
         node, local_rank = self._node_and_local_rank
         if self.inter_node_group is not None:
-            arrived_npP = traffic.ranks_npNP[:, self.crossing_indices, node]
+            arrived_npP = traffic.ranks_npNP[:, self.inter_node_local_ranks, node]
             layout = traffic.forwarding_layout
             rows = transpose_blocks(rows, arrived_npP, (2, 0, 1)) if layout is None else permute(rows, layout)
         send, recv = self._intra_node_counts(traffic)
@@ -313,7 +313,9 @@ class TwoLevel(AllToAll):
             if self.wire is not None and self.wire.encodes_results:
                 return self.wire.sum_encoded(rows, traffic.forwarding_layout)
             return gather_sum(rows, traffic.forwarding_layout)
-        return transpose_blocks(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
+        return transpose_blocks(
+            rows, traffic.ranks_npNP[:, self.inter_node_local_ranks, node].transpose(2, 0, 1), (1, 2, 0)
+        )
 
     def _intra_node_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
         (node, local_rank), local_size = self._node_and_local_rank, self.intra_node_group.size

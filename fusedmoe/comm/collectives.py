@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.failure.blame import connection_lost_error, different_calls_error, foreign_data_error, timeout_error
-from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Note
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, WaitNote
 from fusedmoe.comm.group import Group, device_backend
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import POLL_S
@@ -131,7 +131,7 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
         data_of_ranks.append(received[start + _DATA_OFFSET : start + _DATA_OFFSET + size])
     if names_of_ranks.count(name) < group.size:
         calls = [name.decode(errors="replace") for name in names_of_ranks]
-        notes = map(Note, calls, num_calls_of_ranks, num_calls_of_ranks)
+        notes = map(WaitNote, calls, num_calls_of_ranks, num_calls_of_ranks)
         raise different_calls_error(board, operation, f"the {group}", dict(zip(group.ranks, notes, strict=True)))
     return data_of_ranks
 

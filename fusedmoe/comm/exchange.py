@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel
+from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevelAllToAll
 from fusedmoe.comm.collectives import (
     MAX_DATA_BYTES,
     all_gather_rows,
@@ -32,16 +32,16 @@ from fusedmoe.comm.collectives import (
     reduce_scatter_rows,
 )
 from fusedmoe.comm.failure.blame import foreign_data_error
-from fusedmoe.comm.failure.board import BACKWARD, Verdict
+from fusedmoe.comm.failure.board import BACKWARD_SUFFIX, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import (
-    CHECK,
+    INPUT_CHECK,
     NUM_DTYPES,
     AgreedMetadata,
     ExpertCalls,
     Metadata,
-    NonFinite,
+    NonFiniteCount,
     RowForm,
     TokenCounts,
     require_callable_experts,
@@ -118,7 +118,7 @@ class RowExchange:
             text = f"the exchange has {count} rows, but the rows have shape {list(rows.shape)}"
             self.algorithm.group.refuse(operation, f"{text}. Padding is not sent: Layout.exact() removes it")
         self._checked_axes.add(group.axis)
-        compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
+        compare_calls(group, f"{operation} {BACKWARD_SUFFIX}", f"of {self.call}")
 
 
 class ExchangeSizes(NamedTuple):
@@ -261,9 +261,9 @@ class Exchange(RowExchange):
         if message is not None:
             message = pairs.all_gather(pairs.dispatch(message))
         code, weight = (None if value_N is None else value_N.dtype for value_N in (code_N, weight_N))
-        return self.read_pairs(message, code, weight, k)
+        return self.decode_pairs(message, code, weight, k)
 
-    def read_pairs(
+    def decode_pairs(
         self, message: Tensor | None, code: torch.dtype | None, weight: torch.dtype | None, k: int
     ) -> tuple[ReceivedPairs, Tensor | None]:
         """Decode a received message of `pack` into pairs and weights. `code`, `weight`: dtypes that were packed."""
@@ -275,7 +275,7 @@ class Exchange(RowExchange):
         self._check_expert_assignments(code_P, k)
         return decode(code_P), weight_P
 
-    def with_grads(self, x_SM: Tensor, weight_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def match_requires_grad(self, x_SM: Tensor, weight_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Make both tensors require gradients if any rank's do, because the backward pass is collective."""
         if torch.is_grad_enabled():
             if self.tokens_require_grad and not x_SM.requires_grad:
@@ -284,7 +284,7 @@ class Exchange(RowExchange):
                 weight_N = weight_N.detach().requires_grad_()
         return x_SM, weight_N
 
-    def return_weights(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
+    def return_weight_grads(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
         """Send the gradients of router weights to the ranks of the tokens; return this rank's, [rows]. Collective.
 
         `row_N`: as for `exchange_pairs`. Padding rows are zero.
@@ -328,7 +328,7 @@ def exchange_metadata(
     esp: Group,
     counts_E: Tensor,
     form: RowForm,
-    refusal: str | NonFinite | None = None,
+    refusal: str | NonFiniteCount | None = None,
     *,
     tokens: TokenCounts | None = None,
     shard_counts: Group | None = None,
@@ -340,8 +340,7 @@ def exchange_metadata(
 
     Args:
         counts_E: [E] integers, this rank's pairs for each of the E experts.
-        refusal: reason why this rank cannot take part. No rows are then sent, and all ranks raise it. A `NonFinite`
-            counts as a refusal if nonzero.
+        refusal: reason to send no rows, raised on all ranks; a `NonFiniteCount` counts as a refusal if nonzero.
         tokens: the tokens to be sent; None: one row per pair.
         shard_counts: group that gathers the counts while `esp` is busy with another exchange.
         held: experts on this rank, if fewer than its share of `counts_E`: the columns of the others are ignored.
@@ -353,18 +352,18 @@ def exchange_metadata(
     """
     ep = algorithm.group
     if problem := _describe_invalid_counts(counts_E, ep.size) or form.refusal():
-        ep.refuse(CHECK, problem)
-    nonfinite = refusal if isinstance(refusal, NonFinite) else None
+        ep.refuse(INPUT_CHECK, problem)
+    nonfinite = refusal if isinstance(refusal, NonFiniteCount) else None
     reason = refusal if isinstance(refusal, str) else None
     # Sent despite a refusal: peers wait for the message.
     if reason is not None:
-        ep.board.refuse(CHECK, reason, ep.size * esp.size)
+        ep.board.refuse(INPUT_CHECK, reason, ep.size * esp.size)
     elif ep.job.board is not None:
         ep.job.board.clear_refusal()
     counts_PE = counts_E.long().view(ep.size, -1)
     tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens is None else tokens.tokens_Wp.long().view(ep.size, -1)
     own_metadata = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
-    sent_PC = _make_metadata_messages(counts_PE, tokens_Pp, own_metadata, nonfinite)
+    sent_PC = _make_messages(counts_PE, tokens_Pp, own_metadata, nonfinite)
     number = 0
     if ep.handle is not None:
         number = _num_calls_by_group[ep.handle] = _num_calls_by_group.get(ep.handle, 0) + 1
@@ -395,7 +394,7 @@ def exchange_metadata(
     if held is not None:
         recv_QPC = np.concatenate([recv_QPC[..., :held], recv_QPC[..., -p:]], -1)
     sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], recv_QPC, p), None
-    if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevel):
+    if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevelAllToAll):
         forwarding = Forwarding(algorithm, esp, tokens.by_node, tokens.tokens_Wp, sizes.recv_QPp.sum(2))
     has_row_per_pair = tokens is None or tokens.has_row_per_pair
     return Exchange(algorithm, esp, sizes, counts_E.device, has_row_per_pair, call, received.rank, forwarding, agreed)
@@ -418,7 +417,7 @@ def _cached_host_columns(values: tuple[int, ...], *, is_pinned: bool) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device="cpu", pin_memory=is_pinned)
 
 
-def _make_metadata_messages(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFinite | None) -> Tensor:
+def _make_messages(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFiniteCount | None) -> Tensor:
     """Return the message to each peer, [P, columns]. Does not synchronize with the device."""
     device = counts_PE.device
     from_host = _cached_host_columns(own[:-_NUM_DEVICE_COLUMNS], is_pinned=device.type == "cuda")
@@ -483,7 +482,9 @@ def _find_foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int,
     return ep.ranks[source] if peer == esp.index else esp.ranks[peer]
 
 
-def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
+def _raise_refusals(
+    received: Metadata, reason: str | None, nonfinite: NonFiniteCount | None, ep: Group, esp: Group
+) -> None:
     me = ep.job.rank
     if reason is not None:
         raise RankError(f"rank {me}: {reason}", agreed=True)
@@ -493,7 +494,7 @@ def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite
     if received.num_nonfinite.any():
         text = "values are NaN or infinite" if nonfinite is None else nonfinite.text
         if received.num_nonfinite[esp.index, ep.index]:
-            ep.board.refuse(CHECK, text, ep.size * esp.size)
+            ep.board.refuse(INPUT_CHECK, text, ep.size * esp.size)
             raise RankError(f"rank {me}: {text}", agreed=True)
-        verdict = Verdict(int(received.rank[received.num_nonfinite > 0].min()), CHECK, text)
+        verdict = Verdict(int(received.rank[received.num_nonfinite > 0].min()), INPUT_CHECK, text)
         raise RankError(f"rank {me}: ended because {verdict}", agreed=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.all_to_all import TwoLevel, TwoLevelTraffic, block_order, chunk_size
+from fusedmoe.comm.all_to_all import TwoLevelAllToAll, TwoLevelTraffic, block_order, chunk_size
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.failure.blame import foreign_data_error
 from fusedmoe.comm.group import Group
@@ -41,7 +41,7 @@ class Forwarding:
     """
 
     def __init__(
-        self, algorithm: TwoLevel, esp: Group, by_node: SentTokens, tokens_W: Tensor, recv_QP: np.ndarray
+        self, algorithm: TwoLevelAllToAll, esp: Group, by_node: SentTokens, tokens_W: Tensor, recv_QP: np.ndarray
     ) -> None:
         nodes, local_size = algorithm.num_nodes, algorithm.intra_node_group.size
         self._algorithm, self._esp, self._recv_QP = algorithm, esp, recv_QP
@@ -60,7 +60,7 @@ class Forwarding:
         message = pack(code_N, None)
         assert message is not None
         message = algorithm.send_across_nodes(message, max_npN, _OPERATION)
-        self._inter_node_index = slice(None), algorithm.crossing_indices, node
+        self._inter_node_index = slice(None), algorithm.inter_node_local_ranks, node
         self._received_pairs = None
         if algorithm.inter_node_group is None:  # only the leader forwards
             return
@@ -72,7 +72,7 @@ class Forwarding:
             torch.ops.aten._assert_async.msg(~wrong_R.any(), "forwarding codes contradict the counts that ranks sent")
         else:
             wrong_W = np.zeros(self._nodes_npN.shape[:2], bool)
-            wrong_W[:, algorithm.crossing_indices] = wrong_R.view(nodes, -1).numpy()
+            wrong_W[:, algorithm.inter_node_local_ranks] = wrong_R.view(nodes, -1).numpy()
             self._raise_for_invalid_senders(wrong_W.reshape(-1))
         self._received_pairs = decode(code_P)
 

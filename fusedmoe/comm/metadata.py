@@ -24,7 +24,7 @@ from fusedmoe.errors import RankError
 from fusedmoe.kernels.deduplicate import SentTokens
 from fusedmoe.kernels.layout import Layout
 
-CHECK = "the check of the layer's input"
+INPUT_CHECK = "the check of the layer's input"
 # A dtype is sent as its index; 0: no router weights.
 _ROW_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NUM_DTYPES = len(_ROW_DTYPES)
@@ -108,7 +108,7 @@ class Metadata(NamedTuple):
     num_nonfinite: Any = 0
 
 
-class NonFinite(NamedTuple):
+class NonFiniteCount(NamedTuple):
     """Number of NaN and infinite values, on the device until the metadata exchange copies it to the host.
 
     `text`: the error message for a nonzero number; the same on all ranks.
@@ -178,8 +178,8 @@ def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
             f"rank {module.min()} calls its experts as a module, and rank {chunks.min()} in chunks, by a plan in a "
             "compiled graph. Register the same hooks on every rank, and compile the layer on every rank or on none"
         )
-        ep.board.refuse(CHECK, conflict, ep.size * esp.size)
-        raise RankError(f"rank {ep.job.rank}: {CHECK}: {conflict}", agreed=True)
+        ep.board.refuse(INPUT_CHECK, conflict, ep.size * esp.size)
+        raise RankError(f"rank {ep.job.rank}: {INPUT_CHECK}: {conflict}", agreed=True)
 
 
 def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
@@ -188,6 +188,6 @@ def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
     forms = {rank: RowForm.of_columns(*numbers) for rank, numbers in zip(ranks, columns, strict=True)}
     text, odd = describe_difference(forms)
     if odd is None or odd == me:
-        ep.board.refuse(CHECK, text, ep.size * esp.size)
-        raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
-    raise RankError(f"rank {me}: ended because {Verdict(odd, CHECK, text)}", agreed=True)
+        ep.board.refuse(INPUT_CHECK, text, ep.size * esp.size)
+        raise RankError(f"rank {me}: {INPUT_CHECK}: {text}", agreed=True)
+    raise RankError(f"rank {me}: ended because {Verdict(odd, INPUT_CHECK, text)}", agreed=True)

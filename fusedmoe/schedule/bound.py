@@ -100,14 +100,14 @@ def _make_pass_times(
     chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
     if TaskKind.EXPERT in later and TaskKind.EXPERT in chunks:
-        chunk_s[TaskKind.EXPERT] += micro.apart_s / rows_count - expert_later.seconds(rows_count)
+        chunk_s[TaskKind.EXPERT] += micro.w_task_overhead_s / rows_count - expert_later.seconds(rows_count)
     dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
     dense_s = dense.seconds(dense_count)
     dispatch, gathered, urgent, reduced, combine = (chunk_s.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     of_one = np.ceil(rows_count / dense_count)
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
-    at_least = (c * of_one * urgent + i * intra + x * inter for c, i, x in contention.weights)
+    at_least = (c * of_one * urgent + i * intra + x * inter for c, i, x in contention.lower_bound_weights)
     through = reduce(np.maximum, at_least, gathered + of_one * urgent + reduced)
     parts_s = ((kind, chunk_s[kind]) for kind in PIPELINE if kind in chunk_s)
     blocks = [_BlockTimes(LINKS.get(kind, "compute"), one_s, rows_count * one_s) for kind, one_s in parts_s]
@@ -166,7 +166,7 @@ def _all_work_and_path_sums(
 
 def _micro_batch_bound_s(costs: StepCosts, max_degree: int) -> float:
     compute = {"compute": 1.0}
-    weightings = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.weights]
+    weightings = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.lower_bound_weights]
     weightings = [compute, *(weights for weights in weightings if weights["intra"] or weights["inter"])]
 
     def passes(phase: str, has_w_tasks: bool) -> list[_PassTimes]:

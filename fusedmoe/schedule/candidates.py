@@ -19,7 +19,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, PlanSearch, Policy, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
+from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, extract_layer_pass, idle_slot_plan, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
 
@@ -170,7 +170,7 @@ def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: in
             return idle_slot_plan(costs, ahead, back, bucket_bytes)
         if candidate._gradient_strategy == "exposed":
             return step_plan(costs, ahead, back, exposed=True)
-        middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
+        middle = [sum(t.size or 0 for t in extract_layer_pass(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
         return step_plan(costs, ahead, back, GradientPartition(tuple(map(float, middle)), tuple(map(float, beside))))
 
@@ -187,7 +187,7 @@ def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: in
 
 def _recover_chunked_pass(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
     degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
-    own = pass_of(plan, layer, phase)
+    own = extract_layer_pass(plan, layer, phase)
     # A plan does not store its order function: find the one that reproduces the task orders.
     for order in (three_queues, alternating, one_queue):
         tasks = order(kinds, degree, phase, layer)

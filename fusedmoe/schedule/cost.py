@@ -64,21 +64,23 @@ class Contention:
         """Return equal contention between intra-node and inter-node links only."""
         return cls(intra_beside_inter=share, inter_beside_intra=share)
 
-    def share(self, resource: str, beside: str) -> float:
+    def speed_fraction(self, resource: str, beside: str) -> float:
         return 1.0 if resource == beside else float(getattr(self, f"{resource}_beside_{beside}"))
 
     @cached_property
     def speeds(self) -> tuple[tuple[float, ...], ...]:
         """Speed of each resource by set of busy resources: bit n of the index is `RESOURCES[n]`."""
         sets = [[r for n, r in enumerate(RESOURCES) if which >> n & 1] for which in range(1 << len(RESOURCES))]
-        return tuple(tuple(math.prod(self.share(r, one) for one in working) for r in RESOURCES) for working in sets)
+        return tuple(
+            tuple(math.prod(self.speed_fraction(r, one) for one in working) for r in RESOURCES) for working in sets
+        )
 
-    def disturbs(self, resources: Collection[str]) -> bool:
+    def slows_any(self, resources: Collection[str]) -> bool:
         """Return whether any of these resources slows down another."""
-        return any(self.share(r, one) < 1 for r in resources for one in resources)
+        return any(self.speed_fraction(r, one) < 1 for r in resources for one in resources)
 
     @cached_property
-    def weights(self) -> tuple[tuple[float, ...], ...]:
+    def lower_bound_weights(self) -> tuple[tuple[float, ...], ...]:
         """Weight vectors over `RESOURCES`: each weighted sum of work is a lower bound of its total time.
 
         They are the undominated vertices of the polytope in which no set of busy resources does more than 1 weighted
@@ -102,7 +104,7 @@ class Contention:
 
     def lower_bound_s(self, compute: float, intra: float, inter: float) -> float:
         """Return a lower bound of the time of this work; all in seconds."""
-        return max(c * compute + i * intra + x * inter for c, i, x in self.weights)
+        return max(c * compute + i * intra + x * inter for c, i, x in self.lower_bound_weights)
 
 
 NO_CONTENTION = Contention()
@@ -135,14 +137,14 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True)
-class Durations:
+class TaskDurations:
     """Costs from a table of task durations, the same for every plan."""
 
-    given: Mapping[Task, float]
+    durations_s: Mapping[Task, float]
     contention: Contention = NO_CONTENTION
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
-        return self.given
+        return self.durations_s
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class FusedCosts:
                 raise ConfigError(f"fused costs: invalid time {seconds!r} s of a signal on {link}")
 
 
-class Sample(NamedTuple):
+class MeasuredPart(NamedTuple):
     """A measured part of a layer or step."""
 
     kind: str
@@ -255,7 +257,7 @@ class Observed:
         rows: expert rows per pass of the measured layers; None: as many as in the layer whose costs they are used for.
     """
 
-    seconds: Mapping[Sample, float] = field(default_factory=dict)
+    seconds: Mapping[MeasuredPart, float] = field(default_factory=dict)
     rows: float | None = None
 
     def __post_init__(self) -> None:
@@ -285,7 +287,7 @@ class Observed:
             seconds = {}
             for kind, phase, chunks, has_w_tasks, took_s in data["samples"]:
                 kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # name in older files
-                seconds[Sample(kind, phase, int(chunks), bool(has_w_tasks))] = float(took_s)
+                seconds[MeasuredPart(kind, phase, int(chunks), bool(has_w_tasks))] = float(took_s)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: missing field or invalid number: {error}") from error
         return cls(seconds, rows)

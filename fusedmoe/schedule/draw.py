@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS, TaskKind
-from fusedmoe.schedule.timeline import Span, Timeline, align, lanes
+from fusedmoe.schedule.timeline import Span, Timeline, align_timelines, split_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline]
 def draw(timelines: Timelines, path: str | Path, *, title: str = "Timeline") -> None:
     """Write the figure of the timelines to `path`; its suffix selects the format (.png, .svg, .pdf).
 
-    Aligns the timelines (`timeline.align`) and draws a group of rows for each. Its label is its key in a mapping, such
+    Aligns the timelines (`align_timelines`) and draws a group of rows for each. Its label is its key in a mapping, such
     as the policy's name; otherwise its rank and, if a rank has several timelines, its source. Raises `ConfigError` for
     more than `MAX_TIMELINES`.
     """
@@ -91,7 +91,7 @@ def figure(timelines: Timelines, *, title: str = "Timeline") -> Figure:
     from matplotlib.figure import Figure
 
     given = [*timelines.values()] if isinstance(timelines, Mapping) else timelines
-    aligned = align([given] if isinstance(given, Timeline) else given)
+    aligned = align_timelines([given] if isinstance(given, Timeline) else given)
     if len(aligned) > MAX_TIMELINES:
         raise ConfigError(f"draw: {len(aligned)} timelines are too many for a figure; pass at most {MAX_TIMELINES}")
     labels = [*timelines] if isinstance(timelines, Mapping) else _rank_labels(aligned)
@@ -178,11 +178,11 @@ def _lay_out_groups(timelines: Sequence[Timeline], labels: Sequence[str]) -> tup
         y += _PASS_LABEL_HEIGHT
         rows = []
         for resource in shown:
-            parts = lanes(timeline.on(resource))
+            parts = split_into_lanes(timeline.on(resource))
             height = max(_MIN_ROW_HEIGHT, len(parts) * _MIN_LANE_HEIGHT)
             rows.append(_ResourceRow(resource, y, height, parts, timeline.busy_s(resource)))
             y += height + _ROW_GAP
-        note = f"{ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
+        note = f"{format_ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
         groups.append(_TimelineGroup(label, note, top, rows, runs))
         y += _GROUP_GAP - _ROW_GAP
     return groups, max(y - _GROUP_GAP, _MIN_ROW_HEIGHT) + 0.06
@@ -205,13 +205,13 @@ def _pass_intervals(timeline: Timeline) -> list[_PassInterval]:
 
 def _summary_text(timelines: Sequence[Timeline], span_ms: float) -> str:
     ranks = len({timeline.rank for timeline in timelines})
-    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", ms(span_ms * 1e-3)]
+    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", format_ms(span_ms * 1e-3)]
     sources = {timeline.source for timeline in timelines}
     if len(sources) == 1:
         parts.insert(0, sources.pop())
         if any(resource != "compute" for timeline in timelines for resource in timeline.resources):
             exposed_s = sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
-            parts.append(f"exposed communication: {ms(exposed_s)} per rank")
+            parts.append(f"exposed communication: {format_ms(exposed_s)} per rank")
     return "   ·   ".join(parts)
 
 
@@ -363,7 +363,7 @@ def bar_label_lines(span: Span, width: float, height: float) -> list[tuple[float
     """Return the lines of text that fit into a bar (inches): (offset from the middle, text, points)."""
     room = width - 0.04
     chunk = "" if span.chunk is None else str(span.chunk)
-    name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, ms(span.duration_s)
+    name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, format_ms(span.duration_s)
     if height >= 0.28 and text_width(time, 6.5) <= room:
         for text in filter(None, (name, short)):
             if text_width(text, 7.5) <= room:
@@ -384,7 +384,7 @@ def text_width(text: str, size: float) -> float:
     return points / 72
 
 
-def ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     """Format seconds as milliseconds with three significant digits, from 10 s as seconds."""
     if seconds >= 9.9995:
         return f"{seconds:.{int(seconds < 99.95)}f} s"

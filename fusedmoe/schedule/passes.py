@@ -18,14 +18,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, TaskDurations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
 from fusedmoe.schedule.task import LINKS, PIPELINE, Task, TaskKind
 
 Orders = dict[str, list[Task]]
-Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
+TaskOrder = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
 
 
 def three_queues(
@@ -104,7 +104,7 @@ def choose_degree(
     chunks: Mapping[str, StageTime],
     gar: float = 0.0,
     *,
-    order: Order = three_queues,
+    order: TaskOrder = three_queues,
     contention: Contention = NO_CONTENTION,
     max_degree: int = MAX_DEGREE,
     least: int = 1,
@@ -140,7 +140,7 @@ def pass_s(
     degree: int,
     gar: float = 0.0,
     *,
-    order: Order = three_queues,
+    order: TaskOrder = three_queues,
     contention: Contention = NO_CONTENTION,
 ) -> float:
     if _has_closed_form(order, contention):
@@ -148,17 +148,17 @@ def pass_s(
         return closed_s(degree, chunk_times(chunks, degree), gar)
     plan = _make_pass_plan(order, tuple(chunks), degree, gar > 0)
     of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {TaskKind.GRADIENT_ALL_REDUCE: gar}
-    return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
+    return makespan(plan, TaskDurations({task: of[task.kind] for task in plan}, contention))
 
 
-def _has_closed_form(order: Order, contention: Contention) -> bool:
+def _has_closed_form(order: TaskOrder, contention: Contention) -> bool:
     if order is one_queue:
-        return not any(contention.disturbs(("compute", link)) for link in LINKS.values())
+        return not any(contention.slows_any(("compute", link)) for link in LINKS.values())
     return order is three_queues and contention == NO_CONTENTION
 
 
 @lru_cache(maxsize=1024)
-def _make_pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
+def _make_pass_plan(order: TaskOrder, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
     buckets = [Task(TaskKind.GRADIENT_ALL_REDUCE, 0, 1, "backward")] if with_gradient else []
     return Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
 

@@ -40,7 +40,7 @@ from fusedmoe.schedule.task import (
     SYMBOLS,
     Task,
     TaskKind,
-    followers_of,
+    invert_dependencies,
     issue_order,
     resources_of,
     standard_dependencies,
@@ -236,7 +236,7 @@ class Plan:
         Fused operations have the index of compute.
         """
         on = (self.resources[task][0] for task in self.sequence)
-        return followers_of(self.before), [RESOURCES.index(resource) for resource in on]
+        return invert_dependencies(self.before), [RESOURCES.index(resource) for resource in on]
 
     @cached_property
     def works(self) -> list[int]:
@@ -324,7 +324,7 @@ def _topological_sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int
         for earlier, index in pairwise(number[task] for task in order):
             if earlier not in before[index]:
                 before[index].append(earlier)
-    places = issue_order(before, followers_of(before))
+    places = issue_order(before, invert_dependencies(before))
     if len(places) != len(tasks):
         stuck = set(tasks) - {tasks[index] for index in places}
         raise ConfigError(_describe_cycle(plan.orders, plan.dependencies, stuck))

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, Observed, Sample, fit, fit_nonnegative_line
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, MeasuredPart, Observed, fit, fit_nonnegative_line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges, map_shared
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import COUNT_EXCHANGE, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # Clock resolution.
@@ -31,7 +31,7 @@ _CLOCK_RESOLUTION_S = 1e-9
 _PLANNED_KINDS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
-def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
+def observe_task_times(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
     """Return task times without contention of steps that followed a plan: means over the median third of the steps.
 
     All parts are averaged over the same steps. Medians per part would omit delays that hit another part in each step.
@@ -43,7 +43,7 @@ def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -
     """
     by_length = sorted(steps, key=_step_s)
     disturbed = len(steps) // 3  # shortest and longest steps to drop
-    taken: dict[Sample, list[float]] = {}
+    taken: dict[MeasuredPart, list[float]] = {}
     for timelines in by_length[disturbed : len(steps) - disturbed]:
         for sample, seconds in _task_times_by_part(plan, costs, timelines, costs.contention).items():
             taken.setdefault(sample, []).append(statistics.mean(seconds))
@@ -54,7 +54,7 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
     return max(timeline.end_s for timeline in timelines)
 
 
-class Row(NamedTuple):
+class PartComparison(NamedTuple):
     """Total seconds of one part of a step; None if it is not predicted or not measured."""
 
     part: str
@@ -66,7 +66,7 @@ class Row(NamedTuple):
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
 
 
-def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
+def compare_parts(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[PartComparison]:
     """Compare predicted and measured times of all parts of a step with contention; the last row is the whole step.
 
     `timelines`: of all ranks, starting at the beginning of the step.
@@ -89,8 +89,10 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
         measured.pop(TaskKind.OPTIMIZER, None)
         if any(span.kind == TaskKind.OPTIMIZER for span in timeline.spans):
             measured[TaskKind.OPTIMIZER] = max(0.0, timeline.end_s - max(span.end_s for span in last))
-    rows = [Row(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])]
-    return [*rows, Row("step", makespan(plan, costs), _step_s(timelines))]
+    rows = [
+        PartComparison(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])
+    ]
+    return [*rows, PartComparison("step", makespan(plan, costs), _step_s(timelines))]
 
 
 def _part_name(kind: str, phase: str | None) -> str:
@@ -124,7 +126,7 @@ def _number_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, st
 
 def _task_times_by_part(
     plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
-) -> dict[Sample, list[float]]:
+) -> dict[MeasuredPart, list[float]]:
     """Return the seconds of each task of one step over all ranks, by sample.
 
     `contention`: removed from the times, as is rechunking between different degrees of the passes; None: keep both.
@@ -142,17 +144,17 @@ def _task_times_by_part(
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    tasks: dict[Task, tuple[Sample, float]] = {}
+    tasks: dict[Task, tuple[MeasuredPart, float]] = {}
     shared = _measure_times_outside_tasks(timeline, is_of_plan)
     spans = [span for span in timeline.spans if is_of_plan(span)]
     for span, seconds in zip(spans, _uncontended_s(spans, contention or NO_CONTENTION), strict=True):
         kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
         if kind == TaskKind.ATTENTION and chunk is None:
-            shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
+            shared[MeasuredPart(kind, phase)] = shared.get(MeasuredPart(kind, phase), 0.0) + seconds
             continue
         if kind == TaskKind.GRADIENT_ALL_REDUCE:
-            sample = Sample(kind, phase, carried[kind, chunk, layer, phase])
+            sample = MeasuredPart(kind, phase, carried[kind, chunk, layer, phase])
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
@@ -160,9 +162,9 @@ def _task_times_by_part(
             if alone and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].rechunk_s / back)
             has_w_tasks = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
-            sample = Sample(kind, phase, counts[kind, layer, phase], has_w_tasks)
+            sample = MeasuredPart(kind, phase, counts[kind, layer, phase], has_w_tasks)
         tasks[task] = sample, seconds
-    after = Sample(TaskKind.OPTIMIZER, None)
+    after = MeasuredPart(TaskKind.OPTIMIZER, None)
     if after in shared:
         # Gradients without a task are reduced at the end of the step.
         late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in tasks)
@@ -170,7 +172,7 @@ def _task_times_by_part(
     for sample, seconds in shared.items():
         each = [None] if sample.phase is None else range(layers)
         tasks |= {Task(sample.kind, None, layer, sample.phase): (sample, seconds / len(each)) for layer in each}
-    samples: dict[Sample, list[float]] = {}
+    samples: dict[MeasuredPart, list[float]] = {}
     for sample, seconds in tasks.values():
         samples.setdefault(sample, []).append(seconds)
     return samples
@@ -192,7 +194,7 @@ def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]
     return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
-def _measure_times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[Sample, float]:
+def _measure_times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[MeasuredPart, float]:
     """Return the seconds of a step within, between and after the passes but outside its tasks."""
     # Without a loss, the end of a pass is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
@@ -205,21 +207,25 @@ def _measure_times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span]
         (span.start_s for span in reduced if not is_of_plan(span)), default=min(after, default=timeline.end_s)
     )
     reduced_s = max((span.end_s for span in reduced if is_of_plan(span)), default=0.0)
-    counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= loss_start_s]
-    beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNTS)
+    counts = [span for span in timeline.spans if span.kind == COUNT_EXCHANGE and span.end_s <= loss_start_s]
+    beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNT_EXCHANGE)
     work = counts + [span for span in timeline.spans if span.kind not in beside and is_of_plan(span)]
     around = {
-        Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, loss_start_s),
-        Sample(TaskKind.LOSS, None): loss_end_s - loss_start_s,
-        Sample(TaskKind.OTHER, "backward"): idle_s(work, loss_end_s, passed_s),
-        Sample(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
+        MeasuredPart(TaskKind.OTHER, "forward"): idle_s(work, 0.0, loss_start_s),
+        MeasuredPart(TaskKind.LOSS, None): loss_end_s - loss_start_s,
+        MeasuredPart(TaskKind.OTHER, "backward"): idle_s(work, loss_end_s, passed_s),
+        MeasuredPart(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
-    return {Sample(COUNTS, "forward"): sum(span.duration_s for span in counts), **around} if counts else around
+    return (
+        {MeasuredPart(COUNT_EXCHANGE, "forward"): sum(span.duration_s for span in counts), **around}
+        if counts
+        else around
+    )
 
 
 def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepCosts:
     """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
-    between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
+    between, after = (observed.seconds.get(MeasuredPart(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
     before, back = (_observed_outside_tasks_s(observed, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / row_ratio
     optimizer_s = costs.optimizer_s if after is None else after
@@ -252,8 +258,8 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
     micro = layer.micro
     if micro is None:
         for phase, part_s in dense_s.items():
-            for kind, of_rows in ((TaskKind.OTHER, row_ratio), (COUNTS, 1.0)):
-                if (around_s := observed.seconds.get(Sample(kind, phase))) is not None:
+            for kind, of_rows in ((TaskKind.OTHER, row_ratio), (COUNT_EXCHANGE, 1.0)):
+                if (around_s := observed.seconds.get(MeasuredPart(kind, phase))) is not None:
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
     dense = all_fitted(micro.dense)
@@ -263,10 +269,10 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
         if (
             around_s is not None
             and TaskKind.ATTENTION in of_phase
-            and Sample(TaskKind.LOSS, None) not in observed.seconds
+            and MeasuredPart(TaskKind.LOSS, None) not in observed.seconds
         ):
             of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / row_ratio)
-    weights, apart_s = dict(micro.weights), micro.apart_s
+    weights, apart_s = dict(micro.weights), micro.w_task_overhead_s
     for kind, part in micro.weights.items():
         where, before = (chunks, layer.chunks) if kind in PIPELINE else (dense, micro.dense)
         whole, predicted = where["backward"][kind], before["backward"][kind]
@@ -290,8 +296,8 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
 
 
 def _observed_outside_tasks_s(observed: Observed, phase: str) -> float | None:
-    around_s = observed.seconds.get(Sample(TaskKind.OTHER, phase))
-    return None if around_s is None else around_s + observed.seconds.get(Sample(COUNTS, phase), 0.0)
+    around_s = observed.seconds.get(MeasuredPart(TaskKind.OTHER, phase))
+    return None if around_s is None else around_s + observed.seconds.get(MeasuredPart(COUNT_EXCHANGE, phase), 0.0)
 
 
 def _refit_stage_time(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:

@@ -144,16 +144,16 @@ def _start_and_end_times(plan: Plan, costs: Costs) -> tuple[list[float], list[fl
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
         raise ConfigError(f"simulate: invalid duration {seconds[bad]} s of {task_name(bad)}")
     # Without contention, starts follow from dependencies alone.
-    if plan.overlaps and contention.disturbs({RESOURCES[number] for number in plan.works}):
+    if plan.overlaps and contention.slows_any({RESOURCES[number] for number in plan.works}):
         return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
-    return run_in_order(plan.before, durations)
+    return simulate_in_order(plan.before, durations)
 
 
 def _total_overlap_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:
     return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in times)
 
 
-def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+def simulate_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return starts and ends of topologically ordered tasks, without resource limits or contention."""
     starts: list[float] = []
     ends: list[float] = []

@@ -89,7 +89,7 @@ class MicroBatches:
     # Weight-gradient part of the backward "expert" and "attention". Frozen parameters have no entry and no W tasks.
     weights: Mapping[str, StageTime]
     waits: bool = False
-    apart_s: float = 0.0  # extra time of the experts' backward with W tasks, which need saved activations
+    w_task_overhead_s: float = 0.0  # extra time of the experts' backward with W tasks, which need saved activations
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,9 @@ def _find_stage_time(layer: LayerCosts, phase: str, kind: str, without_weights: 
         return part
     if kind not in micro.weights:
         return None
-    return part + micro.weights[kind] * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
+    return (
+        part + micro.weights[kind] * -1.0 + StageTime(0.0, micro.w_task_overhead_s if kind == TaskKind.EXPERT else 0.0)
+    )
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:

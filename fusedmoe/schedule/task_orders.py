@@ -34,7 +34,7 @@ from fusedmoe.schedule.task import (
     RESOURCES,
     Task,
     TaskKind,
-    followers_of,
+    invert_dependencies,
     issue_order,
     resources_of,
     standard_dependencies,
@@ -67,7 +67,7 @@ class _TaskGraph:
         # Each bucket holds the bytes after those of the previous one.
         for earlier, bucket in pairwise(task for task in self._tasks if task.kind == TaskKind.GRADIENT_ALL_REDUCE):
             self._dependencies[number[bucket]].append(number[earlier])
-        self._followers = followers_of(self._dependencies)
+        self._followers = invert_dependencies(self._dependencies)
 
     def _make_plan(self, orders: Iterable[Iterable[int]]) -> Plan:
         """Return the plan of the orders of all resources."""
@@ -93,7 +93,7 @@ class ListSchedule(_TaskGraph):
 
     def makespan_s(self, contention: Contention = NO_CONTENTION) -> float:
         """Return the plan's seconds under contention, which lengthens tasks but changes no order."""
-        if not contention.disturbs([RESOURCES[number] for number in set(self._resource_indices)]):
+        if not contention.slows_any([RESOURCES[number] for number in set(self._resource_indices)]):
             return self._end_s
         before, followers = ([list(waited) for waited in each] for each in (self._dependencies, self._followers))
         for order in self._orders():
@@ -170,7 +170,7 @@ def fill_idle_slots(
         before.append([*(number[one] for one in dependencies[bucket]), *ahead])
     on = bare.graph[1] + [RESOURCES.index("inter") + IDLE_ONLY] * len(waiting)
     took = [seconds[task] for task in bare.sequence] + [line.seconds(bucket.size or 0) for bucket in waiting]
-    starts, _ = run(before, followers_of(before), on, took)
+    starts, _ = run(before, invert_dependencies(before), on, took)
     # Among tasks that start together, buckets are last.
     inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])
     return Plan.from_orders({**orders, "inter": inter})

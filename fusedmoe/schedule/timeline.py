@@ -165,7 +165,7 @@ class Timeline:
             raise ConfigError(f"timeline: missing or unknown field: {error}") from error
 
 
-def align(timelines: Sequence[Timeline]) -> list[Timeline]:
+def align_timelines(timelines: Sequence[Timeline]) -> list[Timeline]:
     """Return the timelines, in order, on one clock whose zero is the earliest start.
 
     Timelines with an anchor share its clock; timelines without anchors share their zero. Both groups start at zero, to
@@ -193,7 +193,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     return result
 
 
-def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+def split_into_lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """Distribute spans over the smallest number of lists without overlaps."""
     result: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
@@ -212,7 +212,7 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so on. Spans are sorted by time,
     in microseconds. A span on several resources has one event each.
     """
-    aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
+    aligned = align_timelines([timelines] if isinstance(timelines, Timeline) else timelines)
     stride = max((timeline.rank for timeline in aligned), default=0) + 1
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -225,7 +225,7 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         names.append(_metadata("process_sort_index", pid, 0, sort_index=timeline.rank * len(aligned) + turn))
         for index, resource in enumerate(RESOURCES):
             # Perfetto drops overlapping complete events ("ph": "X") of a thread, so each lane is a thread.
-            for lane, spans in enumerate(lanes(timeline.on(resource))):
+            for lane, spans in enumerate(split_into_lanes(timeline.on(resource))):
                 # From 1: the viewer reserves thread 0 for the idle task.
                 tid = 1 + index + lane * len(RESOURCES)
                 label = resource if lane == 0 else f"{resource} ({lane + 1})"

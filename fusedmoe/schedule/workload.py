@@ -222,7 +222,7 @@ class Workload:
         dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
-        micro = MicroBatches(dense, weights, apart_s=apart_s)
+        micro = MicroBatches(dense, weights, w_task_overhead_s=apart_s)
         rechunk_s = copy.seconds(self.saved_elements() * self.itemsize)
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, rechunk_s)
 

@@ -29,7 +29,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, user_plan_fingerprints
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import buckets_after, pass_of
+from fusedmoe.schedule.step import buckets_after, extract_layer_pass
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload, costs_of_tokens
@@ -293,7 +293,11 @@ class PlannedStep:
         # Ranks with different plans would issue collectives in different orders and deadlock.
         self.topology.require_equal_facts({"plan": plan.fingerprint}, "plan of the training step")
         for number, layer in enumerate(self._layers):
-            plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward")) if len(plan) else None
+            plans = (
+                Plans(extract_layer_pass(plan, number, "forward"), extract_layer_pass(plan, number, "backward"))
+                if len(plan)
+                else None
+            )
             layer.set_plan(plans, self.buckets, buckets_after(plan, number))
         moving = {number: one.placed for number, one in enumerate(self._layers) if one.placed is not None}
         for placed in moving.values():

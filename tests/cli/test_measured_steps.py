@@ -17,7 +17,7 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line, Sample
+from fusedmoe.schedule.cost import CostModel, Line, MeasuredPart
 from fusedmoe.schedule.plan_chooser import WINDOW_STEPS
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.workload import PER_LAYER_SUFFIX
@@ -76,7 +76,11 @@ def test_measured_steps_are_undone_and_leave_costs(
         assert all(seconds > 0 for seconds in seen.get(kind, phase).values())
         assert seen.get(kind, phase).keys() == ({1, 4} if whole or kind != "attention" else {1}), (kind, phase)
     assert bool(seen.get("weight-gradient", "backward")) == whole
-    assert {Sample("loss", None), Sample("optimizer", None), Sample("other", "forward")} <= seen.seconds.keys()
+    assert {
+        MeasuredPart("loss", None),
+        MeasuredPart("optimizer", None),
+        MeasuredPart("other", "forward"),
+    } <= seen.seconds.keys()
     of_layers = layers[0] if whole else seen
     assert of_layers.get("count-exchange", "forward").keys() == {1}  # not part of the gate's cost
     assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"] * (1 + whole)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.comm import collectives
-from fusedmoe.comm.failure.board import Note
+from fusedmoe.comm.failure.board import WaitNote
 from fusedmoe.comm.group import Group, Job
 from fusedmoe.errors import RankError
 from fusedmoe.tutel.impls.communicate import start_swap
@@ -97,8 +97,8 @@ def test_slow_rank_is_not_reported_as_stopped(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(collectives, "time", clock)
 
     class Busy(Board):
-        def wait_notes(self, ranks: object) -> dict[int, Note]:
-            return {1: Note("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
+        def wait_notes(self, ranks: object) -> dict[int, WaitNote]:
+            return {1: WaitNote("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
 
         def blame(self, rank: int, operation: str, text: str, is_absent: bool = False) -> str:
             assert is_absent and not text.endswith(".")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe
 from fusedmoe import experts, gates
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import CostModel, Durations, Line
+from fusedmoe.schedule.cost import CostModel, Line, TaskDurations
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.shared_expert import with_shared_expert
@@ -158,7 +158,7 @@ def test_shared_expert_is_placed_where_the_pass_is_shortest(phase: str) -> None:
             seconds = dict(zip(("dispatch", "expert", "combine", "shared-expert"), drawn, strict=True))
 
             def pass_s(of: Plan, seconds: dict[str, float] = seconds) -> float:
-                return makespan(of, Durations({task: seconds[task.kind] for task in of.tasks}))
+                return makespan(of, TaskDurations({task: seconds[task.kind] for task in of.tasks}))
 
             task = Task(TaskKind.SHARED_EXPERT, None, 0, phase)
             places = [Plan((*plan.compute[:n], task, *plan.compute[n:]), (), plan.inter) for n in range(degree + 1)]

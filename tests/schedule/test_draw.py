@@ -23,10 +23,10 @@ from fusedmoe.schedule.draw import (
     bar_stripes,
     draw,
     figure,
-    ms,
+    format_ms,
 )
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, resources_of
-from fusedmoe.schedule.timeline import Span, Timeline, align, trace
+from fusedmoe.schedule.timeline import Span, Timeline, align_timelines, trace
 from tests.schedule.test_timeline import check_format
 from tests.schedule.timelines import training_step
 
@@ -143,7 +143,7 @@ def test_bars_have_color_and_position_of_their_span():
     picture = figure(timeline)
     picture.canvas.draw()
     image = np.asarray(picture.canvas.buffer_rgba())[..., :3]
-    (aligned,) = align([timeline])
+    (aligned,) = align_timelines([timeline])
     chart = picture.axes[1]
     rows = {"compute": 0.37, "intra": 0.76, "inter": 1.15}  # inches from the top; near the middles of the rows
     checked = 0
@@ -351,4 +351,4 @@ def test_durations_have_three_digits_and_their_unit():
         10.0: "10.0 s",
         99.97: "100 s",
     }
-    assert {seconds: ms(seconds) for seconds in durations} == durations
+    assert {seconds: format_ms(seconds) for seconds in durations} == durations

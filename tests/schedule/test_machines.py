@@ -13,9 +13,9 @@ from fusedmoe.schedule.cost import Contention, Line
 from fusedmoe.schedule.machines import (
     MACHINES,
     TESTBEDS,
-    Datum,
     Link,
     Machine,
+    SourcedValue,
     expected_maximum,
     measured_spread,
     scaling_ranks,
@@ -24,8 +24,8 @@ from fusedmoe.schedule.machines import (
 from fusedmoe.schedule.timeline import Span, Timeline
 
 
-def chosen_datum(value: float) -> Datum:
-    return Datum(value, "chosen")
+def chosen_datum(value: float) -> SourcedValue:
+    return SourcedValue(value, "chosen")
 
 
 # Four ranks a node; a link carries 50 of 100 bytes/s inside it, and two cards 16 of 20 each: 8 bytes/s for each rank.

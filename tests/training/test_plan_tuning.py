@@ -22,7 +22,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.runtime.cache import CACHE, choice_text
 from fusedmoe.schedule.candidates import OFF_FAMILY, PlanCandidate, family_candidates, neighbour_candidates, predicted_s
-from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
+from fusedmoe.schedule.cost import Contention, CostModel, Line, MeasuredPart, Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import WINDOW_STEPS, Phase, PlanChooser
 from fusedmoe.schedule.policies import POLICIES
@@ -481,7 +481,7 @@ def check_prediction_per_form(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     shape = workload(topology, 2)
     slow, fast = (
-        Observed({Sample("expert", phase, chunks): s for phase in PHASES for chunks, s in ((1, 0.1), (4, s_4))})
+        Observed({MeasuredPart("expert", phase, chunks): s for phase in PHASES for chunks, s in ((1, 0.1), (4, s_4))})
         for s_4 in (0.4, 0.1)
     )
     costs = replace(COSTS, observed={shape.shapes: slow, shape.shapes + PER_LAYER_SUFFIX: fast})

@@ -37,9 +37,9 @@ from fusedmoe.threads import POLL_S, WorkerThread
 
 T = TypeVar("T")
 
-ORDER = "Every rank of a group must call the same operations in the same order"
+ORDER_RULE = "Every rank of a group must call the same operations in the same order"
 PROCESS_ENDED = "its process ended (an error, killed, or out of memory); see its log"
-BACKWARD = "in the backward pass"
+BACKWARD_SUFFIX = "in the backward pass"
 _STOPPED_PROCESS_ADVICE = (
     "The process was stopped, has ended or cannot be reached: continue it or restart the job; see its log"
 )
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
         return f"rank {self.rank} {'did not join' if self.is_absent else 'failed in'} {self.operation}: {self.message}"
 
 
-class Note(NamedTuple):
+class WaitNote(NamedTuple):
     """A waiting rank's operation, a heartbeat that changes while it waits, and its number of calls."""
 
     operation: str
@@ -66,19 +66,24 @@ class Note(NamedTuple):
     num_calls: int = 0
 
 
-def stopped_ranks(earlier: Mapping[int, Note], now: Mapping[int, Note]) -> list[int]:
+def stopped_ranks(earlier: Mapping[int, WaitNote], now: Mapping[int, WaitNote]) -> list[int]:
     """Return the ranks whose note has not changed: their process or host was stopped during the wait."""
     return [rank for rank, note in now.items() if note.operation and earlier.get(rank) == note]
 
 
-def sort_by_suspicion(note_by_rank: Mapping[int, Note]) -> list[int]:
+def sort_by_suspicion(note_by_rank: Mapping[int, WaitNote]) -> list[int]:
     operations = {rank: note.operation.split(" over the ")[0] for rank, note in note_by_rank.items()}
     count = Counter(operations.values())
     # The operation with the fewest ranks first; on a tie, a rank outside a backward pass, since its peers run one; then
     # the rank that has called its operation least often (saving, closing).
     return sorted(
         note_by_rank,
-        key=lambda rank: (count[operations[rank]], BACKWARD in operations[rank], note_by_rank[rank].num_calls, -rank),
+        key=lambda rank: (
+            count[operations[rank]],
+            BACKWARD_SUFFIX in operations[rank],
+            note_by_rank[rank].num_calls,
+            -rank,
+        ),
     )
 
 
@@ -169,9 +174,9 @@ class Board:
         note_by_rank = {rank: note for rank, note in note_by_rank.items() if note.operation != operation}
         if not note_by_rank:
             return self.blame((missing or [self.rank])[0], operation, text, is_absent=bool(missing))
-        note_by_rank[self.rank] = Note(operation, 0, self.calls[operation])
+        note_by_rank[self.rank] = WaitNote(operation, 0, self.calls[operation])
         places = "; ".join(f"rank {rank} waits for {note.operation}" for rank, note in sorted(note_by_rank.items()))
-        text = f"not all ranks joined within {timeout_s:.0f} s: {places}. {ORDER}; or {cure}"
+        text = f"not all ranks joined within {timeout_s:.0f} s: {places}. {ORDER_RULE}; or {cure}"
         culprit = sort_by_suspicion(note_by_rank)[0]
         return self.blame(culprit, operation, text, is_absent=culprit != self.rank)
 
@@ -317,16 +322,16 @@ class Board:
             self.read()
         return has_recorded_wait
 
-    def wait_notes(self, ranks: Iterable[int]) -> dict[int, Note]:
+    def wait_notes(self, ranks: Iterable[int]) -> dict[int, WaitNote]:
         """Return the notes of `ranks`, and transitively of the ranks that they wait for, without this rank."""
-        notes: dict[int, Note] = {}
+        notes: dict[int, WaitNote] = {}
         queue = list(ranks)
         while queue:
             rank = queue.pop(0)
             if rank not in notes and rank != self.rank:
                 stored = self._read_value(f"waits/{rank}")
                 call, peers, heartbeat, num_calls = json.loads(stored) if stored else ("", [], 0, 0)
-                notes[rank] = Note(call, heartbeat, num_calls)
+                notes[rank] = WaitNote(call, heartbeat, num_calls)
                 queue += peers
         return notes
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED
+from fusedmoe.comm.failure.board import ORDER_RULE, PROCESS_ENDED
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import TIMEOUT_CURE, RankError
 from fusedmoe.kernels.one_sided import FAULT, RECORD_SIZE, TIMED_OUT, Bounds, Network
@@ -57,7 +57,7 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Symmetric:
+class SymmetricTensor:
     """This rank's copy of a symmetric allocation, and the addresses of the copies of all ranks.
 
     Attributes:
@@ -91,7 +91,7 @@ class Heap:
         indexed = device if device != torch.device("cuda") else torch.device("cuda", torch.cuda.current_device())
         self.group, self.device = group, indexed
         self.is_abandoned = False
-        self.checks: list[Callable[[], None]] = []
+        self.failed_wait_checks: list[Callable[[], None]] = []
         # Mappings of this rank; peers keep theirs.
         self._mappings: list[Tensor] = []
         group.job.heaps.add(self)
@@ -101,7 +101,7 @@ class Heap:
         """Return why the backend cannot be used on the device, and a fix, else ""."""
         raise NotImplementedError
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
         """Allocate zeros of this shape on every rank. Returns after all ranks have allocated."""
         if self.is_abandoned:
             raise RankError(f"rank {self.group.job.rank}: this heap was abandoned after an error; open a new one")
@@ -116,11 +116,11 @@ class Heap:
         size = max(_ALIGNMENT, -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
         bytes_own, addresses = self._map(size)
         own = bytes_own[: count * dtype.itemsize].view(dtype).view(tuple(shape))
-        return Symmetric(own, torch.tensor(addresses, dtype=torch.int64, device=self.device))
+        return SymmetricTensor(own, torch.tensor(addresses, dtype=torch.int64, device=self.device))
 
     def check(self) -> None:
         """Raise `RankError` if a kernel's wait has failed. On a GPU, first synchronizes the current stream."""
-        for check in self.checks:
+        for check in self.failed_wait_checks:
             check()
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ _VERDICT_POSTED, _PEER_ENDED = 2, 3
 DescribeSignal = Callable[[int], tuple[int, str]]
 
 
-class Watch:
+class SignalWatch:
     """Bounds kernels' waits for signals of one heap, and raises failed waits.
 
     Interpreted kernels have no clock: they poll a stop flag, which a host thread sets after a failure or timeout.
@@ -189,7 +189,7 @@ class Watch:
         self._operation_by_signal: dict[int, tuple[str, DescribeSignal]] = {}
         self._fault_numbers: dict[str, int] = {}
         self._polling_thread: WorkerThread | None = None
-        heap.checks.append(partial(self.check, wait=True))
+        heap.failed_wait_checks.append(partial(self.check, wait=True))
 
     def name_signals(self, signals: Tensor, operation: str, describe: DescribeSignal) -> None:
         self._operation_by_signal[signals.data_ptr()] = operation, describe
@@ -288,7 +288,7 @@ class Watch:
         if verdict is None and (dead := board.ended_ranks(tuple(rank for rank in group.ranks if rank != me))):
             verdict = board.post(dead[0], where, PROCESS_ENDED)
         if verdict is None:
-            text = f"it did not signal within {group.job.timeout_s:.0f} s. {ORDER}"
+            text = f"it did not signal within {group.job.timeout_s:.0f} s. {ORDER_RULE}"
             verdict = board.blame(peer, where, f"{text}; if one is slow, {TIMEOUT_CURE}")
         return RankError(f"rank {me}: {where}; it ended because {verdict}")
 

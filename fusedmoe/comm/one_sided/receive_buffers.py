@@ -18,7 +18,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.one_sided.heap import Heap, Watch
+from fusedmoe.comm.one_sided.heap import Heap, SignalWatch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import require_float_dtype
 from fusedmoe.kernels.one_sided import MAX_FAULT_COUNT, Bounds, Faults, PeerSignal, ReceiveBuffer, ReturnBuffers
@@ -92,10 +92,10 @@ class ReceiveBuffers:
             row_staging = heap.allocate((staging_rows, sizes.width), sizes.dtype).own
             value_staging = heap.allocate((staging_rows, 1), torch.float32).own
         self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, row_staging, self.network)
-        self.returned_values = ReturnBuffers(values.own, values.table, value_staging, self.network)
+        self.value_return_buffers = ReturnBuffers(values.own, values.table, value_staging, self.network)
         self.num_finished = torch.tensor([0], dtype=torch.int32, device=heap.device)
         self._make_slot_views()
-        self.watch = Watch(heap)
+        self.watch = SignalWatch(heap)
         received, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
         self.faults = Faults(own, received.own, received.table, self.watch.bounds)
         for buffer, putting, waiting, part in (
@@ -120,7 +120,7 @@ class ReceiveBuffers:
         self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
         self.token_signals = self.tokens.signals.unbind()
         self.metadata_lines = self.metadata.rows.unbind()
-        self.result_rows, self.value_rows = self.returned.own.unbind(), self.returned_values.own[..., 0].unbind()
+        self.result_rows, self.value_rows = self.returned.own.unbind(), self.value_return_buffers.own[..., 0].unbind()
         size = self.heap.group.size
         starts = range(0, buffer.slots * size, size)
         self.credit_W = [torch.arange(at, at + size, dtype=torch.int32, device=device) for at in starts]
@@ -210,7 +210,7 @@ class OneSidedAllToAll:
     def __init__(self, heap: Heap, rows: int = _ROWS_PER_ROUND) -> None:
         self.heap, self._rows_per_round = heap, rows
         self._buffer = make_receive_buffer(heap, (heap.group.size, rows, _WORDS_PER_ROW), torch.int32, rows, 1)
-        self._watch = Watch(heap)
+        self._watch = SignalWatch(heap)
         self._slot_cycle = cycle(range(self._buffer.slots))
 
     def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], limit: int, operation: str) -> Tensor:
