@@ -127,7 +127,7 @@ def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, err
     gains, ends_s = [1 - planning.step_s(planned) / alone_s], []
     for is_fast in (False, True) if planning.machine is not None else ():
         assert planning.machine is not None
-        end = planning.on(planning.machine.at_end(is_fast))
+        end = planning.on(planning.machine.at_bounds(is_fast))
         plan_s, end_alone_s = (
             end.step_s(Planned(one.plan, end.step_costs(one.costs.can_split))) for one in (planned, sequential)
         )

@@ -350,7 +350,7 @@ def _find_machine(arguments: argparse.Namespace, settings: Settings) -> Machine 
             raise ConfigError(f"--{given[0].replace('_', '-')} needs --machine NAME")
         return None
     gbit_s = arguments.nic_bandwidth
-    return MACHINES[arguments.machine].changed(
+    return MACHINES[arguments.machine].with_values(
         ranks_per_node=settings.ranks_per_node,
         cards=arguments.nics,
         card_bytes_per_s=None if gbit_s is None else gbit_s * 1e9 / 8,

@@ -48,7 +48,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     """
     if work is None:
         return
-    if group.on_gpu:
+    if group.uses_nccl:
         # NCCL's wait only orders streams; with a timeout it would block the host. NCCL's watchdog enforces the group's
         # timeout.
         work.wait()
@@ -107,16 +107,16 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
     # After a verdict, pending data from other ranks belongs to aborted operations.
     if board.standing_verdict is not None:
         raise group.verdict_error(operation, board.standing_verdict)
-    if group.on_gpu:
+    if group.uses_nccl:
         return []
     name = f"{operation}\n{details}".encode()
     # Truncated with a checksum: different names must stay different.
     if len(name) > _NAME_BYTES:
         name = name[: _NAME_BYTES - 12] + f"... {zlib.crc32(name):08x}".encode()
     # On a mismatch, the number of calls identifies the rank that left the common order.
-    board.calls[operation] += 1
+    board.num_calls_by_operation[operation] += 1
     envelope = bytearray(_ENVELOPE_BYTES)
-    _HEADER_FORMAT.pack_into(envelope, 0, len(name), len(data), board.calls[operation])
+    _HEADER_FORMAT.pack_into(envelope, 0, len(name), len(data), board.num_calls_by_operation[operation])
     envelope[_HEADER_FORMAT.size : _HEADER_FORMAT.size + len(name)] = name
     envelope[_DATA_OFFSET : _DATA_OFFSET + len(data)] = data
     own = torch.frombuffer(envelope, dtype=torch.uint8)
@@ -201,7 +201,7 @@ def all_gather_rows(
     if len(counts) != group.size or counts[group.index] != len(rows):
         group.refuse(operation, f"this rank has {len(rows)} rows, but {list(counts)} are to be gathered")
     rows = rows.detach().contiguous()
-    if not (group.on_gpu or is_compared):
+    if not (group.uses_nccl or is_compared):
         fits_envelope = max(counts) * rows.shape[1:].numel() * rows.element_size() <= MAX_DATA_BYTES
         gathered = compare_calls(
             group,
@@ -211,7 +211,7 @@ def all_gather_rows(
         )
         if fits_envelope:
             return _bytes_to_tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
-    if not group.on_gpu or len(set(counts)) > 1:
+    if not group.uses_nccl or len(set(counts)) > 1:
         # Backends all-gather equal row counts only, so each rank sends its rows to every rank.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, is_compared=True)
@@ -279,13 +279,13 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
         return [value]
     device, data = device_of(group), pickle.dumps(value)
     size = struct.pack("<q", len(data))
-    if group.on_gpu:
+    if group.uses_nccl:
         own_18 = torch.frombuffer(bytearray(size), dtype=torch.uint8)[None].to(device)
         gathered = [_tensor_to_bytes(row.cpu()) for row in all_gather_rows(group, own_18, [1] * group.size, operation)]
     else:
         gathered = compare_calls(group, operation, data=size + data[: MAX_DATA_BYTES - len(size)])
     sizes = [struct.unpack_from("<q", start)[0] for start in gathered]
-    if not group.on_gpu and max(sizes) <= MAX_DATA_BYTES - len(size):
+    if not group.uses_nccl and max(sizes) <= MAX_DATA_BYTES - len(size):
         return [pickle.loads(start[len(size) :]) for start in gathered]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     parts = all_gather_rows(group, rows, sizes, operation, is_compared=True).cpu().split(sizes)
@@ -308,7 +308,7 @@ def device_of(group: Group, preferred: torch.device | None = None) -> torch.devi
     """
     if preferred is not None and group.handle is not None and device_backend(group.handle, preferred.type) == "nccl":
         return preferred
-    return torch.device("cuda", torch.cuda.current_device()) if group.on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
 
 
 def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[T]:

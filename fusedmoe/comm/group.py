@@ -72,7 +72,7 @@ class Group:
         index: position of this rank in `ranks`.
         handle: the process group. None for one rank: every collective is then a no-op.
         downward: second process group for rows sent to lower ranks; None without duplex.
-        on_gpu: True if tensors must be on this rank's GPU (NCCL).
+        uses_nccl: True if tensors must be on this rank's GPU (NCCL).
     """
 
     # Plain attributes: every collective of every step reads them.
@@ -96,7 +96,7 @@ class Group:
         self.job = job or Job()
         # None for one rank.
         self.board: Board = self.job.board  # type: ignore[assignment]
-        self.on_gpu = handle is not None and dist.get_backend(handle) == "nccl"
+        self.uses_nccl = handle is not None and dist.get_backend(handle) == "nccl"
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that `close` deletes.
@@ -323,7 +323,7 @@ def _backend_timeout(job: Job) -> timedelta:
 
 
 @contextmanager
-def bound_collectives(group: Group, operation: str) -> Iterator[None]:
+def limit_collective_time(group: Group, operation: str) -> Iterator[None]:
     """Bound PyTorch collectives over a group by the job's timeout, and record the wait on the failure board.
 
     Raises:

@@ -114,7 +114,7 @@ class Link:
 class Machine:
     """Nodes of identical GPUs, one rank per GPU."""
 
-    words: str
+    description: str
     ranks_per_node: int
     dtype: str  # of `flops`, as in the settings
     _: KW_ONLY
@@ -147,7 +147,7 @@ class Machine:
             raise ConfigError(f"{ranks} ranks do not fill nodes of {self.ranks_per_node}; start a multiple of it")
         return min(ranks, self.ranks_per_node)
 
-    def changed(
+    def with_values(
         self,
         *,
         ranks_per_node: int | None = None,
@@ -175,7 +175,7 @@ class Machine:
             inter = replace(inter, bytes_per_s=SourcedValue(card_bytes_per_s, "as given"))
         return replace(
             self,
-            words=", ".join([self.words, *(f"with {number:g} {name}" for name, number in given.items())]),
+            description=", ".join([self.description, *(f"with {number:g} {name}" for name, number in given.items())]),
             ranks_per_node=self.ranks_per_node if ranks_per_node is None else ranks_per_node,
             cards=self._cards_per_node(ranks_per_node) if cards is None else SourcedValue(cards, "as given"),
             inter=inter,
@@ -189,7 +189,7 @@ class Machine:
         number = self.cards.value * ranks_per_node / self.ranks_per_node
         return self.cards._replace(value=number, source=f"as many per rank as: {self.cards.source}")
 
-    def at_end(self, is_fast: bool) -> Machine:
+    def at_bounds(self, is_fast: bool) -> Machine:
         """Return the machine with each figure at the slow or the fast end of its `bounds`."""
 
         def moved(of: Machine | Link) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Machine:
             lines["all-reduce/dp"] = self.all_reduce(ranks, *((ranks // mp, mp) if ranks > mp else (ranks, 1)))
         computes, links, link = self.computes_beside.value, self.links_beside.value, self.contention.value
         contention = Contention(computes, computes, links, link, links, link)
-        return CostModel(lines, contention, f"{self.words}; modelled, not measured")
+        return CostModel(lines, contention, f"{self.description}; modelled, not measured")
 
     def _all_to_all(self, p: int, q: int, node: int, crossing_share: float | None) -> Line:
         inside_s, across_s, m = self.intra.message_s.value, self.inter.message_s.value, p // q

@@ -145,7 +145,7 @@ def _start_and_end_times(plan: Plan, costs: Costs) -> tuple[list[float], list[fl
         raise ConfigError(f"simulate: invalid duration {seconds[bad]} s of {task_name(bad)}")
     # Without contention, starts follow from dependencies alone.
     if plan.overlaps and contention.slows_any({RESOURCES[number] for number in plan.works}):
-        return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
+        return simulate_tasks(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
     return simulate_in_order(plan.before, durations)
 
 
@@ -164,7 +164,7 @@ def simulate_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float])
     return starts, ends
 
 
-def run(
+def simulate_tasks(
     before: Sequence[Sequence[int]],
     followers: Sequence[Iterable[int]],
     on: Sequence[int],

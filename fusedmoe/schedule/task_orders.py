@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Costs, Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import IDLE_ONLY, ROUNDING, fastest_plan, run
+from fusedmoe.schedule.simulate import IDLE_ONLY, ROUNDING, fastest_plan, simulate_tasks
 from fusedmoe.schedule.task import (
     FUSED,
     RESOURCES,
@@ -100,7 +100,9 @@ class ListSchedule(_TaskGraph):
             for earlier, place in pairwise(order):
                 before[place].append(earlier)
                 followers[earlier].append(place)
-        return max(run(before, followers, self._resource_indices, self._durations_s, speeds=contention.speeds)[1])
+        return max(
+            simulate_tasks(before, followers, self._resource_indices, self._durations_s, speeds=contention.speeds)[1]
+        )
 
     def plan(self) -> Plan:
         return self._make_plan(self._orders())
@@ -149,7 +151,7 @@ class ListSchedule(_TaskGraph):
         before, followers = (
             (self._followers, self._dependencies) if backwards else (self._dependencies, self._followers)
         )
-        starts, ends = run(before, followers, self._resource_indices, self._durations_s, priority)
+        starts, ends = simulate_tasks(before, followers, self._resource_indices, self._durations_s, priority)
         return starts, max(ends, default=0.0)
 
 
@@ -170,7 +172,7 @@ def fill_idle_slots(
         before.append([*(number[one] for one in dependencies[bucket]), *ahead])
     on = bare.graph[1] + [RESOURCES.index("inter") + IDLE_ONLY] * len(waiting)
     took = [seconds[task] for task in bare.sequence] + [line.seconds(bucket.size or 0) for bucket in waiting]
-    starts, _ = run(before, invert_dependencies(before), on, took)
+    starts, _ = simulate_tasks(before, invert_dependencies(before), on, took)
     # Among tasks that start together, buckets are last.
     inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])
     return Plan.from_orders({**orders, "inter": inter})

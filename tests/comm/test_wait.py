@@ -45,7 +45,7 @@ class Board:
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
-        self.calls: Counter[str] = Counter()
+        self.num_calls_by_operation: Counter[str] = Counter()
 
     def read(self) -> None:
         return None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, TaskDurations
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import IDLE_ONLY, makespan, run, simulate, simulate_in_order
+from fusedmoe.schedule.simulate import IDLE_ONLY, makespan, simulate, simulate_in_order, simulate_tasks
 from fusedmoe.schedule.task import FUSED, LINKS, RESOURCES, Task, invert_dependencies, issue_order, resources_of
 from tests.schedule.plans import random_contention
 from tests.schedule.test_simulate import by_definition
@@ -126,7 +126,7 @@ def test_run_equals_run_in_order_without_contention(seed):
     assert [sorted(found) for found in followers] == [
         [place for place, found in enumerate(before) if one in found] for one in range(len(before))
     ]
-    assert run(before, followers, on, seconds) == simulate_in_order(before, seconds)
+    assert simulate_tasks(before, followers, on, seconds) == simulate_in_order(before, seconds)
     # Tasks in issue order start as if each took the same time.
     starts, _ = simulate_in_order(before, [1.0] * len(before))
     assert issue_order(before, followers) == sorted(range(len(before)), key=lambda place: (starts[place], place))
@@ -140,15 +140,15 @@ def test_issue_order_omits_cycles_and_their_dependents():
 def test_spare_tasks_start_only_on_idle_resources():
     # On one resource: 1 s, then a task that another resource delays until 3 s; two independent tasks of 1 s and 5 s.
     before, on = [[], [0, 3], [], [], [2]], [2, 2, 2 + IDLE_ONLY, 0, 2 + IDLE_ONLY]
-    starts, ends = run(before, invert_dependencies(before), on, [1.0, 1.0, 1.0, 3.0, 5.0])
+    starts, ends = simulate_tasks(before, invert_dependencies(before), on, [1.0, 1.0, 1.0, 3.0, 5.0])
     assert (starts, ends) == ([0, 7, 1, 0, 2], [1, 8, 2, 3, 7]), "what has started ends, whoever gets ready meanwhile"
-    starts, _ = run(before, invert_dependencies(before), on, [1.0, 1.0, 1.0, 1.0, 5.0])
+    starts, _ = simulate_tasks(before, invert_dependencies(before), on, [1.0, 1.0, 1.0, 1.0, 5.0])
     assert starts == [0, 1, 2, 0, 3], "what gets ready at the same time goes first"
-    starts, _ = run([[], []], [[], []], [2 + IDLE_ONLY, 2], [1.0, 0.0])
+    starts, _ = simulate_tasks([[], []], [[], []], [2 + IDLE_ONLY, 2], [1.0, 0.0])
     assert starts == [0, 0], "also what takes no time"
 
 
 def test_most_urgent_ready_task_starts_first():
     before: list[list[int]] = [[], [], []]
-    starts, _ = run(before, invert_dependencies(before), [0, 0, 0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.5])
+    starts, _ = simulate_tasks(before, invert_dependencies(before), [0, 0, 0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.5])
     assert starts == [1, 0, 2]

@@ -77,7 +77,7 @@ def timeout_error(
     stopped = stopped_ranks(earlier, now)
     absent = [rank for rank, note in now.items() if not note.operation]
     note_by_rank = {rank: note for rank, note in now.items() if rank not in stopped and note.operation}
-    note_by_rank[board.rank] = WaitNote(call, 0, board.calls[operation])
+    note_by_rank[board.rank] = WaitNote(call, 0, board.num_calls_by_operation[operation])
     elsewhere = [rank for rank, note in note_by_rank.items() if note.operation != call]
     descriptions = [f"rank {rank} is not waiting" for rank in absent]
     descriptions += [f"rank {rank} was stopped while it waited for {now[rank].operation}" for rank in stopped]

@@ -113,7 +113,7 @@ class Board:
         self.exit_s = _PROCESS_EXIT_S
         self._host_and_pid_by_rank = _HOST_AND_PID_BY_STORE.setdefault(store, {})
         self._note_renewal_thread: WorkerThread | None = None
-        self.calls: Counter[str] = Counter()
+        self.num_calls_by_operation: Counter[str] = Counter()
 
     def all_gather_json(
         self,
@@ -139,7 +139,7 @@ class Board:
             store.delete_key(f"meeting/{ranks_hash}/{number - 2}/{self.rank}")
             return keys
 
-        self.calls[operation] += 1
+        self.num_calls_by_operation[operation] += 1
         deadline, pause = time.monotonic() + timeout_s, 0.005
         keys = self._call_store(register_arrival, timeout_s) or {}
         read_entries, has_recorded_wait = partial(_read_values_if_set, keys=list(keys.values())), False
@@ -174,7 +174,7 @@ class Board:
         note_by_rank = {rank: note for rank, note in note_by_rank.items() if note.operation != operation}
         if not note_by_rank:
             return self.blame((missing or [self.rank])[0], operation, text, is_absent=bool(missing))
-        note_by_rank[self.rank] = WaitNote(operation, 0, self.calls[operation])
+        note_by_rank[self.rank] = WaitNote(operation, 0, self.num_calls_by_operation[operation])
         places = "; ".join(f"rank {rank} waits for {note.operation}" for rank, note in sorted(note_by_rank.items()))
         text = f"not all ranks joined within {timeout_s:.0f} s: {places}. {ORDER_RULE}; or {cure}"
         culprit = sort_by_suspicion(note_by_rank)[0]
@@ -294,7 +294,7 @@ class Board:
 
     def record_wait(self, call: str, ranks: Sequence[int] = ()) -> None:
         """Record the operation and ranks that this rank waits for; "" clears the note."""
-        num_calls = self.calls[call.split(" over the ")[0]]
+        num_calls = self.num_calls_by_operation[call.split(" over the ")[0]]
         # The time stamp is the heartbeat.
         note = json.dumps([call, list(ranks), time.monotonic_ns(), num_calls])
         self._call_store(lambda store: store.set(f"waits/{self.rank}", note))
