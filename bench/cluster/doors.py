@@ -95,7 +95,7 @@ def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str,
         tell(topology, "auto tries plans")
         with tuning:
             off.step()
-    rows = {one.candidate.name: row(list(one.seconds)) for one in tuning.trials.entries if one.seconds}
+    rows = {one.candidate.name: row(list(one.step_times_s)) for one in tuning.trials.entries if one.step_times_s}
     return {"setting": setting_json(setting), "rows": beside(rows), "auto": explored(tuning)}
 
 

@@ -328,7 +328,7 @@ def test_topology_creation_errors_name_rank_and_sizes(cluster: Cluster) -> None:
 def test_timeout_error_suggests_longer_timeout_unless_a_call_was_skipped(waits_for: str, is_advised: bool) -> None:
     board: Any = SimpleNamespace(
         rank=0,
-        calls=Counter(),
+        num_calls_by_operation=Counter(),
         wait_notes=lambda ranks: {1: WaitNote(waits_for, 1, 1)},
         final_verdict=lambda: None,
         blame=lambda culprit, operation, text, is_absent: text,

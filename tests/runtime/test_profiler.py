@@ -275,7 +275,7 @@ def test_all_ranks_return_equal_profiles(
     links = [link for link, name in (("intra", LINES[1]), ("inter", LINES[0])) if name in names]
     for one, other in itertools.permutations(("compute", "intra", "inter"), 2):
         measured_both = {one, other} <= {"compute", *links}
-        assert measured_both or found.costs.contention.share(one, other) == 1.0
+        assert measured_both or found.costs.contention.speed_fraction(one, other) == 1.0
 
 
 # JSON
