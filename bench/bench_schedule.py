@@ -8,7 +8,7 @@ import pytest
 
 from bench.paper_degree import paper_degree
 from bench.simulate.grid import run_grid
-from fusedmoe.schedule.cost import Contention, CostModel, Durations, Line, fit
+from fusedmoe.schedule.cost import Contention, CostModel, Line, TaskDurations, fit
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -48,7 +48,7 @@ def test_read_a_plan(benchmark) -> None:  # type: ignore[no-untyped-def]
 def test_simulate(benchmark, function, share: float) -> None:  # type: ignore[no-untyped-def]
     """1,000 tasks in less than 5 ms."""
     plan, rng = thousand_tasks(), random.Random(1)
-    durations = Durations({task: rng.random() for task in plan}, Contention.between_links(share))
+    durations = TaskDurations({task: rng.random() for task in plan}, Contention.between_links(share))
     benchmark(function, plan, durations)
     benchmark.extra_info["tasks"] = len(plan)
     assert len(plan) >= 980 and benchmark.stats.stats.min < 5e-3

@@ -25,7 +25,7 @@ from fusedmoe.files import dump_with_digest
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.refit import Row
+from fusedmoe.schedule.refit import PartComparison
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.survival import Survival
@@ -158,7 +158,7 @@ def test_command_output_has_no_control_characters(tmp_path: Path, capsys: pytest
     (tmp_path / "costs.json").write_text(replace(costs, machine=EVIL).to_json())
     assert main(["plan", "--costs", str(tmp_path / "costs.json"), "--ranks", "8"]) == 0
     assert_harmless(capsys.readouterr().out, lines=True)
-    row = Row(EVIL, 1.0, 1.0)
+    row = PartComparison(EVIL, 1.0, 1.0)
     assert_harmless(format_rows([row, row, row]), lines=True)
     assert main(["plan", "--costs", str(tmp_path / EVIL), "--ranks", "8"]) == 2
     assert_harmless(capsys.readouterr().err, lines=True)

@@ -91,11 +91,11 @@ def measure(setting: Setting, topology: Topology, off: Door, rounds: int) -> dic
 def measure_tuning(setting: Setting, topology: Topology, off: Door) -> dict[str, Any]:
     """Measure the cost of steps that try plans, until one is chosen. Collective."""
     tuning = tune_model(off.model, tell=lambda _: None)
-    while not tuning.settled:
+    while not tuning.is_settled:
         tell(topology, "auto tries plans")
         with tuning:
             off.step()
-    rows = {one.candidate.name: row(list(one.seconds)) for one in tuning.trials.entries if one.seconds}
+    rows = {one.candidate.name: row(list(one.step_times_s)) for one in tuning.trials.entries if one.step_times_s}
     return {"setting": setting_json(setting), "rows": beside(rows), "auto": explored(tuning)}
 
 

@@ -74,7 +74,9 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
         if policy != "off":
             assert trainer.planned is not None
             whole = (
-                tuning.now.uses_micro_batches if policy == "auto" else uses_micro_batches(job_settings(setting, policy))
+                tuning.current_candidate.uses_micro_batches
+                if policy == "auto"
+                else uses_micro_batches(job_settings(setting, policy))
             )
             off = policy == "auto" and not len(tuning.plan)
             keys[policy] = "off" if off else (trainer.planned[0].fingerprint, whole)

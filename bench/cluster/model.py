@@ -37,7 +37,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, layer_recorder, record_operation, span
-from fusedmoe.schedule.candidates import OFF, PlanCandidate
+from fusedmoe.schedule.candidates import OFF_FAMILY, PlanCandidate
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.schedule.policies import POLICIES, layer_policies
@@ -141,15 +141,15 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     tuning = tune_step(step, "auto", tell=partial(tell, topology))
     explore(topology, tuning, lambda: tuning.note(seconds_of(topology, lambda: model.step(step.buckets))))
     base = makespan(POLICIES["sequential"].plan(step.costs), step.costs)
-    candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
+    candidates = {OFF_FAMILY: PlanCandidate(OFF_FAMILY, Plan(), False, base)}
     candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else layer_policies())}
-    candidates["auto"] = tuning.now
+    candidates["auto"] = tuning.current_candidate
     first = first_of({name: (one.plan.fingerprint, one.uses_micro_batches) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
 
     later = {}
     for name in runs:
-        if name != OFF:
+        if name != OFF_FAMILY:
             one = candidates[name]
             step.follow(one)
             followed = partial(recorded_step, topology, partial(model.step, step.buckets))
@@ -165,7 +165,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
 def explore(topology: Topology, tuning: PlanChooser, step: Callable[[], object]) -> None:
     """Run steps until a plan is chosen; `step` reports its time to the tuning."""
     number = 0
-    while not tuning.settled:
+    while not tuning.is_settled:
         if number % 10 == 0:
             tell(topology, f"auto tries plans: {number} steps so far, {len(tuning.trials.entries)} plans")
         step()
@@ -174,12 +174,12 @@ def explore(topology: Topology, tuning: PlanChooser, step: Callable[[], object])
 
 def explored(tuning: PlanChooser) -> dict[str, Any]:
     best, trials = tuning.best, tuning.trials
-    tried = [one for one in trials.entries if one.seconds]
+    tried = [one for one in trials.entries if one.step_times_s]
     return {
         "chosen": best.candidate.name,
         "steps_tried": trials.num_tried,
         "extra_s": trials.spent_s,
         "share_of_500_steps": trials.spent_s / (STEPS * best.median_s),
         "noise": trials.noise,
-        "tried": [[one.candidate.name, one.median_s, len(one.seconds)] for one in tried],
+        "tried": [[one.candidate.name, one.median_s, len(one.step_times_s)] for one in tried],
     }

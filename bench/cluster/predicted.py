@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from fusedmoe.schedule.cost import Contention, CostModel, Line
-from fusedmoe.schedule.machines import Datum, Link, Machine
+from fusedmoe.schedule.machines import Link, Machine, SourcedValue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
@@ -33,19 +33,23 @@ def machine_of(setting: Mapping[str, Any]) -> Machine:
     rate = "the rate that the link is held to"
     # A node's loopback is one bus for all of its ranks and both directions.
     inside = setting["intra_mbit"] * 1e6 / 8 / max(1, setting["ranks_per_node"])
-    none = Datum(0.0, "no rate says how long a message takes to start", True)
+    none = SourcedValue(0.0, "no rate says how long a message takes to start", True)
     return Machine(
         f"two nodes of {setting['ranks_per_node']}, {setting['inter_mbit']} Mbit/s between them",
         setting["ranks_per_node"],
         "fp32",
-        flops=Datum(1.0, "not used: what computes is measured", True),
+        flops=SourcedValue(1.0, "not used: what computes is measured", True),
         product_start_s=none,
-        copied_bytes_per_s=Datum(1.0, "not used: what computes is measured", True),
+        copied_bytes_per_s=SourcedValue(1.0, "not used: what computes is measured", True),
         start_s=none,
-        intra=Link(none, Datum(inside, rate), Datum(_LOOPBACK_FRAME, "headers of TCP in 64 KiB")),
-        inter=Link(none, Datum(setting["inter_mbit"] * 1e6 / 8, rate), Datum(_FRAME, "headers of TCP in 1,500 bytes")),
-        cards=Datum(1, "a pair of virtual interfaces"),
-        spread=Datum(0.0, "what computes is measured on the slowest rank"),
+        intra=Link(none, SourcedValue(inside, rate), SourcedValue(_LOOPBACK_FRAME, "headers of TCP in 64 KiB")),
+        inter=Link(
+            none,
+            SourcedValue(setting["inter_mbit"] * 1e6 / 8, rate),
+            SourcedValue(_FRAME, "headers of TCP in 1,500 bytes"),
+        ),
+        cards=SourcedValue(1, "a pair of virtual interfaces"),
+        spread=SourcedValue(0.0, "what computes is measured on the slowest rank"),
     )
 
 
@@ -79,7 +83,7 @@ def step_costs_of(found: Mapping[str, Any], costs: CostModel) -> StepCosts:
     if micro is not None:
         dense = {phase: {kind: StageTime(**of) for kind, of in micro["dense"][phase].items()} for phase in PHASES}
         weights = {kind: StageTime(**of) for kind, of in micro["weights"].items()}
-        micro = MicroBatches(dense, weights, apart_s=micro.get("apart_s", 0.0))  # missing in old results
+        micro = MicroBatches(dense, weights, w_task_overhead_s=micro.get("apart_s", 0.0))  # missing in old results
     layer = LayerCosts(chunks, profile["dense_s"], profile["gradient_bytes"], micro)
     return StepCosts((layer,) * setting["layers"], costs.line("all-reduce/dp"), costs.contention)
 

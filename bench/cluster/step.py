@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench.cluster.setting import Setting
-from fusedmoe.comm.all_to_all import Direct
+from fusedmoe.comm.all_to_all import DirectAllToAll
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.exchange import RowExchange, exchange_metadata
 from fusedmoe.comm.metadata import RowForm
@@ -237,7 +237,7 @@ class Step:
         self._capacity = setting.S // setting.E
         counts_E = torch.full((setting.E,), self._capacity)
         self._exchange = exchange_metadata(
-            Direct(topology.ep), topology.esp, counts_E, RowForm(torch.float32, setting.M, 1, None)
+            DirectAllToAll(topology.ep), topology.esp, counts_E, RowForm(torch.float32, setting.M, 1, None)
         )
         self._parts: dict[int, RowExchange] = {}
         generator = torch.Generator().manual_seed(topology.rank)

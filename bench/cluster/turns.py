@@ -14,7 +14,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.refit import PartComparison, compare_parts, observe_task_times, refit
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
@@ -75,7 +75,7 @@ class Refitted(NamedTuple):
     """Costs refitted to a few steps of a plan, and each part's predicted and measured seconds in the median step."""
 
     costs: StepCosts
-    parts: list[Row]
+    parts: list[PartComparison]
 
 
 def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[], Timeline]) -> Refitted:
@@ -85,7 +85,7 @@ def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[],
         all_reduce(topology.world, torch.zeros(1), operation="start of a measurement")
         steps.append(all_gather_object(topology.world, run()))
     middle = sorted(steps, key=lambda ranks: max(timeline.end_s for timeline in ranks))[len(steps) // 2]
-    return Refitted(refit(costs, observe(plan, costs, steps)), compare(plan, costs, middle))
+    return Refitted(refit(costs, observe_task_times(plan, costs, steps)), compare_parts(plan, costs, middle))
 
 
 def predicted(

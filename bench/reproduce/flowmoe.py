@@ -15,7 +15,7 @@ from bench.cluster.blocks import with_buckets
 from bench.reproduce.sample import costs_of, sampled
 from bench.reproduce.table import Part, Progress, Row, Table
 from bench.simulate.grid import LAYERS
-from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.cost import Line, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue_s
 from fusedmoe.schedule.plan import Plan
@@ -128,7 +128,7 @@ def inserted(rng: random.Random, of: Pass) -> tuple[bool, bool]:
         place = rng.randint(max(own + 1, place), len(inter))
         inter.insert(place, reduces[-1])
         place += 1
-    costs = Durations(of.seconds | dict.fromkeys(reduces, of.reduce_s))
+    costs = TaskDurations(of.seconds | dict.fromkeys(reduces, of.reduce_s))
     plan = Plan.from_orders({**of.orders, "inter": inter})
     last = tuple(of.orders["compute"][-1:])
     at_the_end = Plan.from_orders({**of.orders, "inter": [*of.orders["inter"], *reduces]}, dict.fromkeys(reduces, last))
@@ -136,7 +136,7 @@ def inserted(rng: random.Random, of: Pass) -> tuple[bool, bool]:
     return keeps_waiting(plan, costs), longer
 
 
-def keeps_waiting(plan: Plan, costs: Durations) -> bool:
+def keeps_waiting(plan: Plan, costs: TaskDurations) -> bool:
     """Return whether the link is idle until an all-reduce is ready although the next all-to-all is ready."""
     spans = {(span.kind, span.chunk, span.layer): span for span in simulate(plan, costs).spans}
     for place, reduce in enumerate(plan.inter):
@@ -157,7 +157,7 @@ def in_parts(of: Pass, parts: int, start_share: float) -> float:
     line = Line(start_share * of.reduce_s, of.reduce_s / _UNIT)
     buckets = gradient_buckets([_UNIT] * of.layers, _UNIT // parts)
     seconds = of.seconds | {bucket: line.seconds(bucket.size or 0) for bucket in buckets}
-    return makespan(fill_idle_slots(of.orders, seconds, buckets, line), Durations(seconds))
+    return makespan(fill_idle_slots(of.orders, seconds, buckets, line), TaskDurations(seconds))
 
 
 def theorems(progress: Progress) -> list[Table]:

@@ -3,7 +3,7 @@
     prediction("titan-speedup")          # Prediction(middle=…, low=…, high=…)
 
 No coefficient is fitted to the result that it predicts. Conditions that a source does not state are ranges, as are the
-machine's rates and the slowdown of computation alongside communication (`machines.Datum.bounds`). `middle` is the
+machine's rates and the slowdown of computation alongside communication (`SourcedValue.bounds`). `middle` is the
 prediction with the middle of each range, `low` and `high` are the extremes over all combinations of their ends.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from bench.reproduce.systems import Balanced, balanced, deduplication, forwarding, megatron_s, sonic_ms, titan_s
 from bench.reproduce.table import Part, Progress, Row, Table
-from fusedmoe.schedule.machines import MACHINES, Datum
+from fusedmoe.schedule.machines import MACHINES, SourcedValue
 from fusedmoe.schedule.workload import uniform_share
 
 
@@ -30,7 +30,7 @@ class Range(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, datum: Datum) -> Range:
+    def of(cls, datum: SourcedValue) -> Range:
         """Return the published bounds of a machine's figure."""
         assert datum.bounds is not None
         return cls(datum.bounds[0], datum.value, datum.bounds[1])

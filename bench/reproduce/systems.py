@@ -18,10 +18,10 @@ from fusedmoe.placement.placement import NodeLayout, Placement
 from fusedmoe.placement.row_sharing import nearest_rows
 from fusedmoe.placement.traffic import PlacementCosts, exposed_s, layer_s
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.machines import MACHINES, Datum, Machine
+from fusedmoe.schedule.machines import MACHINES, Machine, SourcedValue
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import ChunkedPass, one_pass, step_plan
+from fusedmoe.schedule.step import ChunkedPass, extract_phase, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.workload import Workload, uniform_share
@@ -92,7 +92,7 @@ def h100(**rates: float) -> Machine:
         flops: FLOP/s of products.   overlapped: fraction of its speed that computation keeps alongside communication.
         network, nvlink: fraction of its bandwidth that a link reaches.
     """
-    known = {name: Datum(rate, "as given") for name, rate in rates.items()}
+    known = {name: SourcedValue(rate, "as given") for name, rate in rates.items()}
     return replace(
         _H100,
         flops=known.get("flops", _H100.flops),
@@ -142,7 +142,7 @@ def step_s(
     step = StepCosts((layer,) * model.layers, contention=costs.contention, loss_s=rest_s)
     passes = [ChunkedPass(three_queues, degree)] * model.layers
     plan = step_plan(step, passes, passes)
-    again_s = makespan(one_pass(plan, "forward"), step) if recomputes else 0.0
+    again_s = makespan(extract_phase(plan, "forward"), step) if recomputes else 0.0
     return makespan(plan, step) + again_s
 
 

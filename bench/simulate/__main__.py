@@ -71,7 +71,7 @@ def _name(result: Result) -> str:
 
 
 def _assumptions(layers: int, sample: int) -> list[str]:
-    every = {name: testbed.costs.contention.share("intra", "inter") for name, testbed in TESTBEDS.items()}
+    every = {name: testbed.costs.contention.speed_fraction("intra", "inter") for name, testbed in TESTBEDS.items()}
     shares = ", ".join(f"{share:g} ({name})" for name, share in every.items())
     return [text.format(layers=layers, contention=shares, sample=sample) for text in ASSUMPTIONS]
 

@@ -194,7 +194,7 @@ def run_grid(
         for contention, part, count in zip(contentions, rows, differing, strict=True):
             names = dict.fromkeys((BASELINE, *COLUMNS, *ABLATION, *([] if own is None else [own])))
             columns = {name: np.array([row.get(name, np.nan) for row in part]) for name in names}
-            results.append(Result(name, contention.share("intra", "inter"), columns, count, own))
+            results.append(Result(name, contention.speed_fraction("intra", "inter"), columns, count, own))
     return results
 
 

@@ -30,7 +30,7 @@ from fusedmoe import handles
 from fusedmoe.comm import exchange as comm_exchange
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import AgreedMetadata, Exchange, ExchangeSizes
-from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm, TokenCounts
+from fusedmoe.comm.metadata import ExpertCalls, NonFiniteCount, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.hooks import Direction, HookContext, Hooks, transfer_with_hooks
 from fusedmoe.kernels.deduplicate import deduplicate_tokens
@@ -234,7 +234,7 @@ def exchange_metadata(
     """
     collective_route = handles.require(route, "exchange_metadata")
     with collective_route.topology.guard("fusedmoe::exchange_metadata"):
-        refusal = None if bad is None else NonFinite(bad, NONFINITE_INPUT)
+        refusal = None if bad is None else NonFiniteCount(bad, NONFINITE_INPUT)
         result = comm_exchange.exchange_metadata(
             collective_route.all_to_all,
             collective_route.topology.esp,
@@ -327,7 +327,7 @@ def dispatch_backward(
         if dweight_N is None:
             return dx_TM, dx_TM.new_empty(0)
         dweight_P = torch.empty_like(dweight_N).index_copy_(0, order_N, dweight_N.contiguous())
-        return dx_TM, traffic.exchange.return_weights(dweight_P, row_N, rows).contiguous()
+        return dx_TM, traffic.exchange.return_weight_grads(dweight_P, row_N, rows).contiguous()
 
 
 @register_fake(dispatch_backward)

@@ -30,7 +30,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.deduplicate import ReceivedPairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.step import one_pass
+from fusedmoe.schedule.step import extract_phase
 from fusedmoe.schedule.task import PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.task_orders import list_plan
 
@@ -54,7 +54,7 @@ class BlockDegrees(NamedTuple):
 
 
 def split_by_phase(plan: Plan) -> Plans:
-    return Plans(*(one_pass(plan, phase) for phase in STAGES))
+    return Plans(*(extract_phase(plan, phase) for phase in STAGES))
 
 
 def degrees_of(plans: Plans, block: int) -> BlockDegrees:

@@ -204,7 +204,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert isinstance(chunk.exchange, Exchange)
         message, chunk.pair_values = chunk.pair_values, None
         assert message is not None and chunk.dtypes is not None
-        pairs, chunk.weight_P = chunk.exchange.read_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
+        pairs, chunk.weight_P = chunk.exchange.decode_pairs(self.keep_alive(message), *chunk.dtypes, chunk.received.k)
         chunk.received.sort(pairs)
         chunk.layout = chunk.received.layout
         super().expert(task)

@@ -32,7 +32,7 @@ from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
-from fusedmoe.schedule.task import GATHER, STAGES
+from fusedmoe.schedule.task import SPARSE_GATHER, STAGES
 from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
@@ -138,7 +138,7 @@ class PipelinedBlocks(nn.Module):
             facts = dict(zip(facts, (chunks, plans.forward.fingerprint, plans.backward.fingerprint), strict=True))
         self.topology.require_equal_facts(facts, "pipeline")
         self.plans, self._assigned = plans, assigned
-        gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
+        gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == SPARSE_GATHER]
         for number, block in enumerate(self._blocks):
             block.experts.send_replicas(by_tasks=number in gathered)
 

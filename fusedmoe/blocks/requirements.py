@@ -12,7 +12,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.names import ALGORITHMS
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.plan import Plan, task_name
-from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, TaskKind
+from fusedmoe.schedule.task import FUSED, SPARSE_GATHER, SPARSE_REDUCE, STAGES, TaskKind
 
 
 def require_followable(blocks: Sequence[MoEBlock], plans: Plans, *, reduces_gradients: bool) -> None:
@@ -45,7 +45,7 @@ def _require_tasks(blocks: Sequence[MoEBlock], phase: str, plan: Plan, reduces_g
     for task in plan:
         if task.phase != phase or (task.layer or 0) >= len(blocks):
             raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(blocks)} blocks")
-        sparse = {GATHER: "forward", REDUCE: "backward"}.get(task.kind)
+        sparse = {SPARSE_GATHER: "forward", SPARSE_REDUCE: "backward"}.get(task.kind)
         if sparse is not None and (not has_replicas[task.layer or 0] or phase != sparse):
             raise ConfigError(
                 f"pipeline: the {phase} plan has {task_name(task)}; only blocks with placement='fssdp' have replicas, "

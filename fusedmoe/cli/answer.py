@@ -20,12 +20,12 @@ from fusedmoe.cli.step_plans import Planned, PlannedJob, make_table, no_split_re
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.models.external_job import ExternalJob
 from fusedmoe.schedule import POLICIES, simulate
-from fusedmoe.schedule.draw import ms
-from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, Datum
+from fusedmoe.schedule.draw import format_ms
+from fusedmoe.schedule.machines import PREDICTION_ERROR, TESTBEDS, SourcedValue
 from fusedmoe.schedule.task import PHASES
 
 # Largest error of steps that were predicted from costs measured on the same ranks (docs/results.md).
-_MEASURED_ERROR = Datum(0.10, "steps of 2 and 4 ranks, from costs measured on the same ranks")
+_MEASURED_ERROR = SourcedValue(0.10, "steps of 2 and 4 ranks, from costs measured on the same ranks")
 #: Policy that replicas are added to: fast to plan, with overlap.
 COMPARED = "fsmoe"
 
@@ -127,7 +127,7 @@ def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, err
     gains, ends_s = [1 - planning.step_s(planned) / alone_s], []
     for is_fast in (False, True) if planning.machine is not None else ():
         assert planning.machine is not None
-        end = planning.on(planning.machine.at_end(is_fast))
+        end = planning.on(planning.machine.at_bounds(is_fast))
         plan_s, end_alone_s = (
             end.step_s(Planned(one.plan, end.step_costs(one.costs.can_split))) for one in (planned, sequential)
         )
@@ -209,17 +209,17 @@ def _rows(facts: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     if memory["fits"] is False:
         why = "least memory: none fits" if compared else why
     low_s, high_s = facts["step_range_s"]
-    step = f"{ms(facts['step_s'])} ({ms(low_s)} to {ms(high_s)})"
+    step = f"{format_ms(facts['step_s'])} ({format_ms(low_s)} to {format_ms(high_s)})"
     batches = "" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches; "
     exposed, after_s = f"{facts['exposed_s'] / facts['step_s']:.0%} of the step", facts["gradients_after_s"]
-    exposed += f", {ms(after_s)} of it gradients reduced after the step" if after_s else ""
+    exposed += f", {format_ms(after_s)} of it gradients reduced after the step" if after_s else ""
     chunks = "; ".join(f"{phase} {_span(degrees)}" for phase, degrees in facts["chunks"].items())
     return [
         ("parallel sizes", sizes, why),
         ("memory per rank", *_memory_words(memory)),
         ("chunks", chunks, f"policy {policy}"),
         ("step", step, f"{batches}±{error:.0%}: {facts['error_source']}"),
-        ("exposed communication", ms(facts["exposed_s"]), exposed),
+        ("exposed communication", format_ms(facts["exposed_s"]), exposed),
         ("overlap", *_overlap_words(facts["overlap"], error, schedule)),
         ("overlap of whole blocks", *_pipeline_words(facts["pipeline"], error)),
         ("two-level dispatch", *_two_level_words(facts["two_level"], error)),
@@ -247,7 +247,7 @@ def _memory_words(memory: Mapping[str, Any]) -> tuple[str, str]:
 
 def _overlap_words(overlap: Mapping[str, Any], error: float, name: str) -> tuple[str, str]:
     low, high = overlap["gain_range"]
-    gain = f"saves {overlap['gain']:.1%} of {ms(overlap['sequential_s'])}"
+    gain = f"saves {overlap['gain']:.1%} of {format_ms(overlap['sequential_s'])}"
     gain += f" ({low:.1%} to {high:.1%} by the sources' ranges)" if high - low > 5e-4 else ""
     if overlap["pays"]:
         return f"use it: {name}", gain
@@ -266,7 +266,7 @@ def _two_level_words(two_level: Mapping[str, Any] | None, error: float) -> tuple
     if two_level is None:
         why = "EP ranks are all in one node or all in different nodes, or costs are measured for direct"
         return "leave it off", why
-    times = " and ".join(f"{ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
+    times = " and ".join(f"{format_ms(seconds)} {name}" for name, seconds in two_level["seconds"].items())
     times += f" by {two_level['policy']}"
     if two_level["pays"]:
         gain = f"{times}: saves {two_level['gain']:.1%}; integrations send directly"

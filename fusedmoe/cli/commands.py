@@ -284,7 +284,7 @@ def _add_profile(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     policies = "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items())
-    machines = "\n".join(f"  {name:15}{machine.words}" for name, machine in MACHINES.items())
+    machines = "\n".join(f"  {name:15}{machine.description}" for name, machine in MACHINES.items())
     head = "policies (--schedule; auto: joint here, the fastest in measured steps in train)"
     epilog = f"{_PLAN_EXAMPLES}\n{head}:\n{policies}\n\nmachines:\n{machines}"
     parser = _add_parser(commands, "plan", _PLAN, epilog, "fusedmoe.cli.plan_command")

@@ -39,7 +39,7 @@ from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import ProgressBar
 from fusedmoe.schedule import POLICIES, CostModel, draw, simulate
-from fusedmoe.schedule.draw import ms
+from fusedmoe.schedule.draw import format_ms
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS, Machine
 from fusedmoe.schedule.policies.sparse_collectives import hidden_s, with_sparse_collectives
 from fusedmoe.schedule.simulate import busy_intervals, critical_path, layer_passes
@@ -181,13 +181,15 @@ class PlanReport:
         if facts["copies"] is not None:
             console.print(_describe_replicas(facts["copies"], facts["step_s"]), soft_wrap=True)
         if facts["exposed_gradients_s"] > 0:
-            console.print(f"after the last pass: {ms(facts['exposed_gradients_s'])} of exposed gradient all-reduce")
+            console.print(
+                f"after the last pass: {format_ms(facts['exposed_gradients_s'])} of exposed gradient all-reduce"
+            )
         if facts["recomputed_s"]:
-            console.print(f"forward passes run again by activation checkpoints: {ms(facts['recomputed_s'])}")
+            console.print(f"forward passes run again by activation checkpoints: {format_ms(facts['recomputed_s'])}")
         elif settings.recompute and self._is_measured:
             console.print("recomputed communication and experts are not in measured step times")
         after_s = dict(zip(("embedding, head", "experts"), self._job.gradients_s.values(), strict=True))
-        if named := ", ".join(f"{part} {ms(seconds)}" for part, seconds in after_s.items() if seconds):
+        if named := ", ".join(f"{part} {format_ms(seconds)}" for part, seconds in after_s.items() if seconds):
             console.print(f"gradients reduced after the step, by every policy: {named}", soft_wrap=True)
         for title, name, end_s in (
             ("critical path", "critical_path_s", self.timeline.end_s),
@@ -214,13 +216,18 @@ class PlanReport:
 
     def _passes_table(self) -> Table:
         table = make_table(
-            f"{self.policy}: {ms(self.step_s[self.policy])} per step",
+            f"{self.policy}: {format_ms(self.step_s[self.policy])} per step",
             ("layer", "pass", "chunks", "time", "share of critical path", "bound by"),
             right=("layer", "chunks", "time"),
         )
         for (phase, degree, bound_by, time), group in groupby(
             self._passes,
-            key=lambda layer_pass: (layer_pass.phase, layer_pass.degree, layer_pass.bound_by, ms(layer_pass.seconds)),
+            key=lambda layer_pass: (
+                layer_pass.phase,
+                layer_pass.degree,
+                layer_pass.bound_by,
+                format_ms(layer_pass.seconds),
+            ),
         ):
             alike = list(group)
             layers = sorted(layer_pass.layer for layer_pass in alike)
@@ -243,8 +250,8 @@ class PlanReport:
         for name, seconds in sorted(self.step_s.items(), key=lambda item: -item[1]):
             over = max(0.0, seconds / bound - 1)
             style = "bold" if name == self.policy else None
-            table.add_row(name, ms(seconds), f"{over:.1%}", f"{sequential_s / seconds:.2f} ×", style=style)
-        table.add_row("bound", ms(bound), "", f"{sequential_s / bound:.2f} ×")
+            table.add_row(name, format_ms(seconds), f"{over:.1%}", f"{sequential_s / seconds:.2f} ×", style=style)
+        table.add_row("bound", format_ms(bound), "", f"{sequential_s / bound:.2f} ×")
         return table
 
 
@@ -343,7 +350,7 @@ def _find_machine(arguments: argparse.Namespace, settings: Settings) -> Machine 
             raise ConfigError(f"--{given[0].replace('_', '-')} needs --machine NAME")
         return None
     gbit_s = arguments.nic_bandwidth
-    return MACHINES[arguments.machine].changed(
+    return MACHINES[arguments.machine].with_values(
         ranks_per_node=settings.ranks_per_node,
         cards=arguments.nics,
         card_bytes_per_s=None if gbit_s is None else gbit_s * 1e9 / 8,

@@ -49,7 +49,7 @@ def _show(measured: Profile, path: Path) -> None:
     console.print(printable(measured.costs.machine), markup=False)
     console.print(table)
     of = measured.costs.contention
-    shares = ((a, b, of.share(a, b)) for a, b in permutations(_RESOURCE_NAMES, 2))
+    shares = ((a, b, of.speed_fraction(a, b)) for a, b in permutations(_RESOURCE_NAMES, 2))
     if lost := ", ".join(
         f"{_RESOURCE_NAMES[a]} during {_RESOURCE_NAMES[b]} {share:.0%}" for a, b, share in shares if share < 1
     ):

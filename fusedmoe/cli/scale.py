@@ -18,7 +18,7 @@ from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.step_plans import PlannedJob, followed_policy, machine_costs, make_meta_model, make_table
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.schedule import simulate
-from fusedmoe.schedule.draw import ms
+from fusedmoe.schedule.draw import format_ms
 from fusedmoe.schedule.machines import Machine, scaling_ranks, slowest_rank_factor
 from fusedmoe.schedule.task import PHASES
 
@@ -102,13 +102,15 @@ class Scale:
         console.print(describe(self._model), markup=False)
         columns = ["ranks", "ep", "esp", "mp", "dp", "no schedule", "step", "M tokens/s", "speed-up", "exposed"]
         columns += ["expert gradients", "chunks fwd, bwd", "slowest rank"]
-        table = make_table(f"{self._policy} on {self._machine.words}: simulated, not measured", columns, right=columns)
+        table = make_table(
+            f"{self._policy} on {self._machine.description}: simulated, not measured", columns, right=columns
+        )
         for point in self._points:
             chunks = [sorted({*point["chunks"][phase]}) for phase in PHASES]
             table.add_row(
                 *(str(point[name]) for name in columns[:5]),
-                ms(point["sequential_s"]),
-                ms(point["step_s"]),
+                format_ms(point["sequential_s"]),
+                format_ms(point["step_s"]),
                 f"{point['tokens_per_s'] / 1e6:.3g}",
                 f"{point['speed_up']:.2f} ×",
                 f"{point['exposed_s'] / point['step_s']:.0%}",
@@ -133,7 +135,7 @@ class Scale:
         figure = Figure(figsize=(8.0, 9.0), dpi=130, layout="constrained")
         rows = figure.subplots(3, 1, sharex=True)
         estimates = sum(known.estimate for _, known in self._machine.figures())
-        title = f"{self._model.label}, {self._policy}, on {self._machine.words}"
+        title = f"{self._model.label}, {self._policy}, on {self._machine.description}"
         figure.suptitle(f"{title}\nsimulated; {estimates} of the machine's figures are estimates", size=11)
         rows[0].plot(ranks, [point["speed_up"] for point in points], "o-", color=_POLICY)
         rows[0].axhline(1.0, color="#a09c98", linewidth=0.8)
@@ -164,7 +166,7 @@ def figures_dict(machine: Machine) -> dict[str, Any]:
 
 
 def figures_table(machine: Machine) -> Table:
-    title = f"{machine.words}, nodes of {machine.ranks_per_node}"
+    title = f"{machine.description}, nodes of {machine.ranks_per_node}"
     table = make_table(title, ("figure", "value", "", "source"), right=("value",))
     for name, known in machine.figures():
         table.add_row(name, f"{known.value:.3g}", "estimate" if known.estimate else "", Text(printable(known.source)))

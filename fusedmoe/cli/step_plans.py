@@ -42,9 +42,9 @@ from fusedmoe.schedule.cost import Observed
 from fusedmoe.schedule.machines import Machine
 from fusedmoe.schedule.policies import layer_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.refit import Row
+from fusedmoe.schedule.refit import PartComparison
 from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
-from fusedmoe.schedule.step import one_pass
+from fusedmoe.schedule.step import extract_phase
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, chunk_times, pass_bound_s
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.timeline import Timeline
@@ -323,7 +323,7 @@ class PlannedJob:
         """
         if not self._repeats_forward(planned.costs):
             return Timeline(0, (), "predicted")
-        return simulate(one_pass(planned.plan, "forward"), planned.costs)
+        return simulate(extract_phase(planned.plan, "forward"), planned.costs)
 
     @property
     def unplanned_s(self) -> float:
@@ -440,7 +440,7 @@ def make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
-def format_rows(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[PartComparison]) -> str:
     """Format milliseconds by kind of task as a table; the last row is the whole step."""
     columns = ("", "predicted", "measured", "error")
     table = make_table("busy time, ms; –: not predicted, or not measured by itself", columns, right=columns[1:])

@@ -26,10 +26,10 @@ from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule import POLICIES, Plan, StepCosts, draw, simulate
 from fusedmoe.schedule.draw import MAX_TIMELINES
 from fusedmoe.schedule.machines import measured_spread
-from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.refit import PartComparison, compare_parts, observe_task_times, refit
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import TaskKind
-from fusedmoe.schedule.timeline import Timeline, align, save_trace
+from fusedmoe.schedule.timeline import Timeline, align_timelines, save_trace
 
 _WARM_UP = 2
 
@@ -72,16 +72,16 @@ def run(arguments: argparse.Namespace) -> int:
         elif trainer.tuning is not None:
             schedule += f" (best prediction: {trainer.plan_name})"
         title = f"{settings.model.label}, {format_ranks(launch.ranks)}, {schedule}"
-        both = [simulate(*planned), *align(middle)]
+        both = [simulate(*planned), *align_timelines(middle)]
         draw(both[:MAX_TIMELINES], arguments.png, title=title)
         save_trace(both, arguments.json)
         print(describe(settings.model))
         print(printable(f"{topology}, {schedule}"))
         print(describe_costs(costs))
         plan, step_costs_then = planned
-        refitted_s = makespan(plan, refit(step_costs_then, observe(plan, step_costs_then, by_step)))
+        refitted_s = makespan(plan, refit(step_costs_then, observe_task_times(plan, step_costs_then, by_step)))
         steps_s = [_step_s(timelines) for timelines in by_step]
-        _show(compare(*planned, middle), refitted_s, simulate(*planned), middle, steps_s)
+        _show(compare_parts(*planned, middle), refitted_s, simulate(*planned), middle, steps_s)
         print(printable(f"{arguments.png}, {arguments.json}"))
     return 0
 
@@ -91,7 +91,11 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
 
 
 def _show(
-    rows: Sequence[Row], refitted_s: float, predicted: Timeline, measured: Sequence[Timeline], steps_s: Sequence[float]
+    rows: Sequence[PartComparison],
+    refitted_s: float,
+    predicted: Timeline,
+    measured: Sequence[Timeline],
+    steps_s: Sequence[float],
 ) -> None:
     """Print the comparison. `refitted_s`: step time simulated from the task times of these steps, in seconds."""
     print(format_rows(rows), end="")

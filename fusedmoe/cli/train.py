@@ -50,7 +50,7 @@ from fusedmoe.runtime.cache import cached_profile, choice_text, measured_costs
 from fusedmoe.runtime.progress import make_display
 from fusedmoe.schedule import CostModel, draw
 from fusedmoe.schedule.draw import MAX_TIMELINES
-from fusedmoe.schedule.refit import compare
+from fusedmoe.schedule.refit import compare_parts
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_folder import find_checkpoint
@@ -429,7 +429,9 @@ class TrainingJob:
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.timeline_figure_path, title=title)
             if planned is not None:
-                write_text(self.folder.parts, f"step {step}, {plan}\n" + format_rows(compare(*planned, timelines)))
+                write_text(
+                    self.folder.parts, f"step {step}, {plan}\n" + format_rows(compare_parts(*planned, timelines))
+                )
         # Otherwise the other ranks would wait in the next step, and `Metrics` would count it as exposed communication.
         all_gather_object(self.topology.world, None, "drawing the timeline")
         return sum(timeline.exposed_s() for timeline in timelines) / len(timelines)

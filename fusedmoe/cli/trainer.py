@@ -113,7 +113,7 @@ class Trainer:
         settings, step = self._settings, self._planned_step(costs, self._blocks)
         if settings.schedule in TUNED_POLICIES:
             self.tuning = tune_step(step, settings.schedule, measure=measure, resumed=resumed, tell=tell)
-            candidate = self.tuning.now
+            candidate = self.tuning.current_candidate
         else:
             candidate = step.candidate(selected_policy(settings))
             step.follow(candidate)
@@ -133,21 +133,21 @@ class Trainer:
             return None
         step, candidate = self._followed
         if self.tuning is not None:
-            candidate = self.tuning.now
+            candidate = self.tuning.current_candidate
         plan, costs = candidate.plan, step.costs_of(candidate.uses_micro_batches)
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs
 
     @property
     def is_settled(self) -> bool:
         """True once the plan is final rather than on trial."""
-        return self.tuning is None or self.tuning.settled
+        return self.tuning is None or self.tuning.is_settled
 
     @property
     def plan_name(self) -> str:
         """Name of the plan that steps currently follow; "off" without one."""
         if self._followed is None:
             return "off"
-        return self._settings.schedule if self.tuning is None else self.tuning.now.name
+        return self._settings.schedule if self.tuning is None else self.tuning.current_candidate.name
 
     def with_measured_times(self, costs: CostModel, budget_s: float = STEPS_BUDGET_S, again: bool = False) -> CostModel:
         """Add cached or newly measured task times of this model's own steps to the costs. Collective.

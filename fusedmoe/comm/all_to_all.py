@@ -97,32 +97,32 @@ def make_all_to_all(name: str, topology: Topology, wire: WireFormat | None = Non
             "instance of a subclass of fusedmoe.Dispatcher"
         )
     group = topology.ep
-    wire = wire and wire.over_ranks(group.size, topology.esp.size)
+    wire = wire and wire.for_group_sizes(group.size, topology.esp.size)
     if name == "direct":
-        return Direct(group, wire)
+        return DirectAllToAll(group, wire)
     # All ranks must raise if one does, so check all ep groups.
     groups = [group.ranks] if topology.expert_grid is None else topology.expert_grid.transpose(1, 2).flatten(0, 1)
     for ranks in (tuple(int(rank) for rank in each) for each in groups):
-        nodes = _by_node(ranks, topology.ranks_per_node)
+        nodes = _group_ranks_by_node(ranks, topology.ranks_per_node)
         if len({len(node) for node in nodes}) > 1 or [rank for node in nodes for rank in node] != list(ranks):
             raise ConfigError(
                 f"dispatch={name!r} needs the same number of ranks of each ep group on every node, in order, but nodes "
                 f"of {topology.ranks_per_node} ranks hold {nodes}. Use dispatch='direct' or another ranks_per_node."
             )
-    grid = _by_node(group.ranks, topology.ranks_per_node)
+    grid = _group_ranks_by_node(group.ranks, topology.ranks_per_node)
     node, local_rank = divmod(group.index, len(grid[0]))
     intra_node_group = topology.subgroup("ep in node", tuple(grid[node]))
     inter_node_group = None
     if name == "2dh" or local_rank == 0:
         inter_node_group = topology.subgroup("ep across nodes", tuple(ranks[local_rank] for ranks in grid))
-    return TwoLevel(group, intra_node_group, inter_node_group, len(grid), name == "1dh", wire)
+    return TwoLevelAllToAll(group, intra_node_group, inter_node_group, len(grid), name == "1dh", wire)
 
 
-def _in_format(wire: WireFormat | None) -> str:
+def _format_suffix(wire: WireFormat | None) -> str:
     return "" if wire is None else f" in {wire}"
 
 
-def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
+def _group_ranks_by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
@@ -130,7 +130,7 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Direct(AllToAll):
+class DirectAllToAll(AllToAll):
     """A single all-to-all collective over the whole group."""
 
     group: Group
@@ -138,7 +138,7 @@ class Direct(AllToAll):
 
     @property
     def identity(self) -> str:
-        return f"direct over {self.group.identity}{_in_format(self.wire)}"
+        return f"direct over {self.group.identity}{_format_suffix(self.wire)}"
 
     def make_traffic(self, send: list[int], recv: list[int]) -> Traffic:
         return Traffic(send, recv)
@@ -167,7 +167,7 @@ class TwoLevelTraffic(Traffic):
 
 
 @dataclass(frozen=True, eq=False)
-class TwoLevel(AllToAll):
+class TwoLevelAllToAll(AllToAll):
     """2DH and 1DH: send rows to their node, then forward them inside it.
 
     Attributes:
@@ -191,7 +191,7 @@ class TwoLevel(AllToAll):
     def identity(self) -> str:
         groups = (self.group, self.intra_node_group, self.inter_node_group)
         identities = ", ".join(group.identity for group in groups if group is not None)
-        return f"{self.name} over {identities}, {self.num_nodes} nodes{_in_format(self.wire)}"
+        return f"{self.name} over {identities}, {self.num_nodes} nodes{_format_suffix(self.wire)}"
 
     def select_tokens(self, layout: Layout, forwards: bool) -> tuple[SentTokens, TokenCounts | None]:
         sent, tokens = super().select_tokens(layout, forwards)
@@ -203,7 +203,7 @@ class TwoLevel(AllToAll):
     def make_traffic(self, send: list[int], recv: list[int]) -> TwoLevelTraffic:
         ranks_npNP = self.all_gather_counts(torch.tensor(send, device=device_of(self.group)), recv)
         nodes_npN = ranks_npNP.sum(3)
-        node, local_rank = self._coordinates
+        node, local_rank = self._node_and_local_rank
         return TwoLevelTraffic(nodes_npN[node, local_rank].tolist(), recv, nodes_npN, ranks_npNP)
 
     def uniform_traffic(self, count: int) -> TwoLevelTraffic:
@@ -223,7 +223,7 @@ class TwoLevel(AllToAll):
         table = all_gather_rows(group, send_W.view(1, -1), [1] * group.size, operation).cpu().numpy()
         local_size = self.intra_node_group.size
         counts_npW = table.reshape(self.num_nodes, local_size, self.num_nodes, -1)
-        node, local_rank = self._coordinates
+        node, local_rank = self._node_and_local_rank
         sent_W, rows = counts_npW[:, :, node, local_rank].reshape(-1), counts_npW.reshape(group.size, -1)
         for rank, sent, counts_N, expected in zip(group.ranks, sent_W, rows, recv, strict=True):
             if sent != expected or (counts_N < 0).any():
@@ -231,16 +231,16 @@ class TwoLevel(AllToAll):
         return counts_npW
 
     @property
-    def _coordinates(self) -> tuple[int, int]:
+    def _node_and_local_rank(self) -> tuple[int, int]:
         return divmod(self.group.index, self.intra_node_group.size)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert isinstance(traffic, TwoLevelTraffic)
-        return self._forward(self.send_across_nodes(rows, traffic.nodes_npN, operation), traffic, operation)
+        return self._forward_inside_node(self.send_across_nodes(rows, traffic.nodes_npN, operation), traffic, operation)
 
     def exchange_back(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
         assert isinstance(traffic, TwoLevelTraffic)
-        rows = self._return_rows(rows, traffic, operation)
+        rows = self._return_rows_inside_node(rows, traffic, operation)
         out_pN, in_np = self._inter_node_counts(traffic.nodes_npN)
         if self.inter_node_group is not None:
             send, recv = in_np.sum(1).tolist(), out_pN.sum(0).tolist()
@@ -251,7 +251,7 @@ class TwoLevel(AllToAll):
         local_size, scatter = self.intra_node_group.size, [0] * self.intra_node_group.size
         if self.inter_node_group is not None:
             rows, scatter = transpose_blocks(rows, out_pN.T, (1, 0)), out_pN.sum(1).tolist()
-        home = _counts_for_leader(sum(traffic.send), local_size)
+        home = _send_counts_to_leader(sum(traffic.send), local_size)
         return all_to_all_rows(self.intra_node_group, rows, scatter, home, operation, is_compared=True)
 
     def send_across_nodes(self, rows: Tensor, nodes_npN: np.ndarray, operation: str) -> Tensor:
@@ -263,7 +263,7 @@ class TwoLevel(AllToAll):
         if self.has_leader:
             local_size = self.intra_node_group.size
             gathered = [0] * local_size if self.inter_node_group is None else out_pN.sum(1).tolist()
-            to_leader = _counts_for_leader(len(rows), local_size)
+            to_leader = _send_counts_to_leader(len(rows), local_size)
             rows = all_to_all_rows(self.intra_node_group, rows, to_leader, gathered, operation, is_compared=True)
             if self.inter_node_group is None:
                 return rows
@@ -281,19 +281,19 @@ class TwoLevel(AllToAll):
         Args:
             nodes_npN: rows sent to node N by the rank with local index p in node n.
         """
-        (node, _), mine = self._coordinates, self.crossing_indices
+        (node, _), mine = self._node_and_local_rank, self.inter_node_local_ranks
         return nodes_npN[node, mine], nodes_npN[:, mine, node]
 
     @property
-    def crossing_indices(self) -> slice:
+    def inter_node_local_ranks(self) -> slice:
         """Local indices whose rows this rank sends across nodes: its own with 2dh, all with 1dh."""
-        local_rank = self._coordinates[1]
+        local_rank = self._node_and_local_rank[1]
         return slice(None) if self.has_leader else slice(local_rank, local_rank + 1)
 
-    def _forward(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
-        node, local_rank = self._coordinates
+    def _forward_inside_node(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
+        node, local_rank = self._node_and_local_rank
         if self.inter_node_group is not None:
-            arrived_npP = traffic.ranks_npNP[:, self.crossing_indices, node]
+            arrived_npP = traffic.ranks_npNP[:, self.inter_node_local_ranks, node]
             layout = traffic.forwarding_layout
             rows = transpose_blocks(rows, arrived_npP, (2, 0, 1)) if layout is None else permute(rows, layout)
         send, recv = self._intra_node_counts(traffic)
@@ -301,8 +301,8 @@ class TwoLevel(AllToAll):
         # The leader's rows are already ordered by rank; other ranks deliver the rows of one index on all nodes.
         return rows if self.has_leader else transpose_blocks(rows, traffic.ranks_npNP[:, :, node, local_rank].T, (1, 0))
 
-    def _return_rows(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
-        node, local_rank = self._coordinates
+    def _return_rows_inside_node(self, rows: Tensor, traffic: TwoLevelTraffic, operation: str) -> Tensor:
+        node, local_rank = self._node_and_local_rank
         if not self.has_leader:
             rows = transpose_blocks(rows, traffic.ranks_npNP[:, :, node, local_rank], (1, 0))
         send, recv = self._intra_node_counts(traffic)
@@ -313,19 +313,21 @@ class TwoLevel(AllToAll):
             if self.wire is not None and self.wire.encodes_results:
                 return self.wire.sum_encoded(rows, traffic.forwarding_layout)
             return gather_sum(rows, traffic.forwarding_layout)
-        return transpose_blocks(rows, traffic.ranks_npNP[:, self.crossing_indices, node].transpose(2, 0, 1), (1, 2, 0))
+        return transpose_blocks(
+            rows, traffic.ranks_npNP[:, self.inter_node_local_ranks, node].transpose(2, 0, 1), (1, 2, 0)
+        )
 
     def _intra_node_counts(self, traffic: TwoLevelTraffic) -> tuple[list[int], list[int]]:
-        (node, local_rank), local_size = self._coordinates, self.intra_node_group.size
+        (node, local_rank), local_size = self._node_and_local_rank, self.intra_node_group.size
         if self.has_leader:
             is_leader = self.inter_node_group is not None
             send = traffic.ranks_npNP[:, :, node].sum((0, 1)).tolist() if is_leader else [0] * local_size
-            return send, _counts_for_leader(sum(traffic.recv), local_size)
+            return send, _send_counts_to_leader(sum(traffic.recv), local_size)
         send_nP, recv_np = traffic.ranks_npNP[:, local_rank, node], traffic.ranks_npNP[:, :, node, local_rank]
         return send_nP.sum(0).tolist(), recv_np.sum(0).tolist()
 
 
-def _counts_for_leader(count: int, size: int) -> list[int]:
+def _send_counts_to_leader(count: int, size: int) -> list[int]:
     return [count] + [0] * (size - 1)
 
 

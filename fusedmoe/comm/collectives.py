@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.failure.blame import connection_lost_error, different_calls_error, foreign_data_error, timeout_error
-from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Note
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, WaitNote
 from fusedmoe.comm.group import Group, device_backend
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import POLL_S
@@ -35,7 +35,7 @@ from fusedmoe.threads import POLL_S
 T = TypeVar("T")
 
 # Renamed in PyTorch 2.13, which warns about the old name.
-_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -48,7 +48,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     """
     if work is None:
         return
-    if group.on_gpu:
+    if group.uses_nccl:
         # NCCL's wait only orders streams; with a timeout it would block the host. NCCL's watchdog enforces the group's
         # timeout.
         work.wait()
@@ -83,9 +83,9 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
 
 
 # An envelope: header (lengths of name and data, number of calls), name, data.
-_HEADER = struct.Struct("<HII")
+_HEADER_FORMAT = struct.Struct("<HII")
 _ENVELOPE_BYTES, _NAME_BYTES = 1024, 214
-_DATA_OFFSET = _HEADER.size + _NAME_BYTES
+_DATA_OFFSET = _HEADER_FORMAT.size + _NAME_BYTES
 MAX_DATA_BYTES = _ENVELOPE_BYTES - _DATA_OFFSET
 
 
@@ -107,31 +107,31 @@ def compare_calls(group: Group, operation: str, details: str = "", data: bytes =
     # After a verdict, pending data from other ranks belongs to aborted operations.
     if board.standing_verdict is not None:
         raise group.verdict_error(operation, board.standing_verdict)
-    if group.on_gpu:
+    if group.uses_nccl:
         return []
     name = f"{operation}\n{details}".encode()
     # Truncated with a checksum: different names must stay different.
     if len(name) > _NAME_BYTES:
         name = name[: _NAME_BYTES - 12] + f"... {zlib.crc32(name):08x}".encode()
     # On a mismatch, the number of calls identifies the rank that left the common order.
-    board.calls[operation] += 1
+    board.num_calls_by_operation[operation] += 1
     envelope = bytearray(_ENVELOPE_BYTES)
-    _HEADER.pack_into(envelope, 0, len(name), len(data), board.calls[operation])
-    envelope[_HEADER.size : _HEADER.size + len(name)] = name
+    _HEADER_FORMAT.pack_into(envelope, 0, len(name), len(data), board.num_calls_by_operation[operation])
+    envelope[_HEADER_FORMAT.size : _HEADER_FORMAT.size + len(name)] = name
     envelope[_DATA_OFFSET : _DATA_OFFSET + len(data)] = data
     own = torch.frombuffer(envelope, dtype=torch.uint8)
     envelopes = torch.empty(group.size * _ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
-    wait(_all_gather_tensor(envelopes, own, group=handle, async_op=True), group, operation)
+    wait(_all_gather_into_tensor(envelopes, own, group=handle, async_op=True), group, operation)
     received = envelopes.numpy().tobytes()
     names_of_ranks, num_calls_of_ranks, data_of_ranks = [], [], []
     for start in range(0, len(received), _ENVELOPE_BYTES):
-        length, size, num_calls = _HEADER.unpack_from(received, start)
-        names_of_ranks.append(received[start + _HEADER.size : start + _HEADER.size + length])
+        length, size, num_calls = _HEADER_FORMAT.unpack_from(received, start)
+        names_of_ranks.append(received[start + _HEADER_FORMAT.size : start + _HEADER_FORMAT.size + length])
         num_calls_of_ranks.append(num_calls)
         data_of_ranks.append(received[start + _DATA_OFFSET : start + _DATA_OFFSET + size])
     if names_of_ranks.count(name) < group.size:
         calls = [name.decode(errors="replace") for name in names_of_ranks]
-        notes = map(Note, calls, num_calls_of_ranks, num_calls_of_ranks)
+        notes = map(WaitNote, calls, num_calls_of_ranks, num_calls_of_ranks)
         raise different_calls_error(board, operation, f"the {group}", dict(zip(group.ranks, notes, strict=True)))
     return data_of_ranks
 
@@ -166,7 +166,7 @@ def all_to_all_rows(
     rows = rows.detach().contiguous()
     if not is_compared:
         sizes = struct.pack(f"<{len(send)}q", *send) if 8 * len(send) <= MAX_DATA_BYTES else b""
-        sizes_of_ranks = compare_calls(group, operation, _describe_rows(rows), sizes)
+        sizes_of_ranks = compare_calls(group, operation, _describe_dtype_and_shape(rows), sizes)
         for rank, its_sizes, size in zip(group.ranks, sizes_of_ranks, recv, strict=False):
             if its_sizes and struct.unpack_from("<q", its_sizes, 8 * group.index)[0] != size:
                 raise foreign_data_error(group.board, operation, f"the {group}", rank)
@@ -174,7 +174,7 @@ def all_to_all_rows(
     # Backends without 8-bit floats still send bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
     if group.downward is not None:
-        for work in _start_duplex(group, wire_out, wire, send, recv):
+        for work in _start_duplex_all_to_all(group, wire_out, wire, send, recv):
             wait(work, group, operation)
         return out
     work = dist.all_to_all_single(wire_out, wire, list(recv), list(send), group=handle, async_op=True)
@@ -182,7 +182,7 @@ def all_to_all_rows(
     return out
 
 
-def _describe_rows(rows: Tensor) -> str:
+def _describe_dtype_and_shape(rows: Tensor) -> str:
     return f"of {str(rows.dtype).removeprefix('torch.')} {list(rows.shape[1:])}"
 
 
@@ -201,19 +201,22 @@ def all_gather_rows(
     if len(counts) != group.size or counts[group.index] != len(rows):
         group.refuse(operation, f"this rank has {len(rows)} rows, but {list(counts)} are to be gathered")
     rows = rows.detach().contiguous()
-    if not (group.on_gpu or is_compared):
+    if not (group.uses_nccl or is_compared):
         fits_envelope = max(counts) * rows.shape[1:].numel() * rows.element_size() <= MAX_DATA_BYTES
         gathered = compare_calls(
-            group, operation, f"{_describe_rows(rows)} by {list(counts)}", _bytes(rows) if fits_envelope else b""
+            group,
+            operation,
+            f"{_describe_dtype_and_shape(rows)} by {list(counts)}",
+            _tensor_to_bytes(rows) if fits_envelope else b"",
         )
         if fits_envelope:
-            return _tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
-    if not group.on_gpu or len(set(counts)) > 1:
+            return _bytes_to_tensor(b"".join(gathered), rows.dtype).view(sum(counts), *rows.shape[1:])
+    if not group.uses_nccl or len(set(counts)) > 1:
         # Backends all-gather equal row counts only, so each rank sends its rows to every rank.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, is_compared=True)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
-    wait(_all_gather_tensor(out, rows, group=handle, async_op=True), group, operation)
+    wait(_all_gather_into_tensor(out, rows, group=handle, async_op=True), group, operation)
     return out
 
 
@@ -248,9 +251,9 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
         return tensor
     fits_envelope = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= MAX_DATA_BYTES
     details = f"of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}, {op}"
-    gathered = compare_calls(group, operation, details, _bytes(tensor.detach()) if fits_envelope else b"")
+    gathered = compare_calls(group, operation, details, _tensor_to_bytes(tensor.detach()) if fits_envelope else b"")
     if gathered and fits_envelope:
-        parts = torch.stack([_tensor(part, tensor.dtype) for part in gathered])
+        parts = torch.stack([_bytes_to_tensor(part, tensor.dtype) for part in gathered])
         result = _sum_in_rank_order(parts) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0)
         with torch.no_grad():
             tensor.copy_(result.view(tensor.shape))
@@ -276,25 +279,25 @@ def all_gather_object(group: Group, value: Any, operation: str = "all-gather of 
         return [value]
     device, data = device_of(group), pickle.dumps(value)
     size = struct.pack("<q", len(data))
-    if group.on_gpu:
+    if group.uses_nccl:
         own_18 = torch.frombuffer(bytearray(size), dtype=torch.uint8)[None].to(device)
-        gathered = [_bytes(row.cpu()) for row in all_gather_rows(group, own_18, [1] * group.size, operation)]
+        gathered = [_tensor_to_bytes(row.cpu()) for row in all_gather_rows(group, own_18, [1] * group.size, operation)]
     else:
         gathered = compare_calls(group, operation, data=size + data[: MAX_DATA_BYTES - len(size)])
     sizes = [struct.unpack_from("<q", start)[0] for start in gathered]
-    if not group.on_gpu and max(sizes) <= MAX_DATA_BYTES - len(size):
+    if not group.uses_nccl and max(sizes) <= MAX_DATA_BYTES - len(size):
         return [pickle.loads(start[len(size) :]) for start in gathered]
     rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     parts = all_gather_rows(group, rows, sizes, operation, is_compared=True).cpu().split(sizes)
-    return [pickle.loads(_bytes(part)) for part in parts]
+    return [pickle.loads(_tensor_to_bytes(part)) for part in parts]
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def _tensor_to_bytes(tensor: Tensor) -> bytes:
     # A copy: a NumPy view would fix the storage size, but FSDP2 frees gathered parameters by resizing them to zero.
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+def _bytes_to_tensor(data: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
@@ -305,7 +308,7 @@ def device_of(group: Group, preferred: torch.device | None = None) -> torch.devi
     """
     if preferred is not None and group.handle is not None and device_backend(group.handle, preferred.type) == "nccl":
         return preferred
-    return torch.device("cuda", torch.cuda.current_device()) if group.on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
 
 
 def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
@@ -336,7 +339,9 @@ def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[
     raise RankError(f"{operation} failed on {where}: {failures[0][1]}") from failure
 
 
-def _start_duplex(group: Group, out: Tensor, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> list[dist.Work]:
+def _start_duplex_all_to_all(
+    group: Group, out: Tensor, rows: Tensor, send: Sequence[int], recv: Sequence[int]
+) -> list[dist.Work]:
     # A Gloo connection sends in one direction at a time. With a process group per direction, an exchange between two
     # ranks at 200 Mbit/s takes 1.07 instead of 2.1 times the link's ideal time.
     me, size = group.index, group.size

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevel
+from fusedmoe.comm.all_to_all import AllToAll, Traffic, TwoLevelAllToAll
 from fusedmoe.comm.collectives import (
     MAX_DATA_BYTES,
     all_gather_rows,
@@ -32,16 +32,16 @@ from fusedmoe.comm.collectives import (
     reduce_scatter_rows,
 )
 from fusedmoe.comm.failure.blame import foreign_data_error
-from fusedmoe.comm.failure.board import BACKWARD, Verdict
+from fusedmoe.comm.failure.board import BACKWARD_SUFFIX, Verdict
 from fusedmoe.comm.forwarding import Forwarding
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.metadata import (
-    CHECK,
+    INPUT_CHECK,
     NUM_DTYPES,
     AgreedMetadata,
     ExpertCalls,
     Metadata,
-    NonFinite,
+    NonFiniteCount,
     RowForm,
     TokenCounts,
     require_callable_experts,
@@ -52,9 +52,9 @@ from fusedmoe.kernels.deduplicate import ReceivedPairs, decode, find_invalid_cod
 
 _OPERATION = "exchange of counts"
 # Numbers of `Metadata` columns: all, the last ones (from the device), and the first ones (from a `RowForm`).
-_COLUMNS, _ON_DEVICE, _FORM = len(Metadata._fields), 3, len(RowForm._fields)
+_NUM_COLUMNS, _NUM_DEVICE_COLUMNS, _NUM_FORM_COLUMNS = len(Metadata._fields), 3, len(RowForm._fields)
 # Exchanges over each process group, which topologies of different ranks and lifetimes may share.
-_num_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_num_calls_by_group: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RowExchange:
@@ -80,45 +80,45 @@ class RowExchange:
         compared: set[str] | None = None,
     ) -> None:
         self.call = call
-        self._compared = {algorithm.group.axis, esp.axis} if compared is None else compared
+        self._checked_axes = {algorithm.group.axis, esp.axis} if compared is None else compared
         self.algorithm, self._esp = algorithm, esp
-        self._traffic, self._gathered = traffic, recv_QP.sum(1).tolist()
-        self.num_rows, self.num_sent, self.num_received = sum(self._gathered), sum(traffic.send), sum(traffic.recv)
+        self._traffic, self._counts_Q = traffic, recv_QP.sum(1).tolist()
+        self.num_rows, self.num_sent, self.num_received = sum(self._counts_Q), sum(traffic.send), sum(traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send [num_sent, ...] rows, by destination, to the experts' ranks; return [num_received, ...], by source."""
-        if rows.shape[:1] != (self.num_sent,) or self.algorithm.group.axis not in self._compared:
+        if rows.shape[:1] != (self.num_sent,) or self.algorithm.group.axis not in self._checked_axes:
             self._check_rows(self.algorithm.group, rows, self.num_sent, "dispatch")
         return self.algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
-        if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._compared:
+        if rows.shape[:1] != (self.num_received,) or self.algorithm.group.axis not in self._checked_axes:
             self._check_rows(self.algorithm.group, rows, self.num_received, "combine")
         return self.algorithm.exchange_back(rows, self._traffic, "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """All-gather [num_received, ...] rows over the experts' shards; return [num_rows, ...] by (shard, source)."""
-        if rows.shape[:1] != (self.num_received,) or self._esp.axis not in self._compared:
+        if rows.shape[:1] != (self.num_received,) or self._esp.axis not in self._checked_axes:
             self._check_rows(self._esp, rows, self.num_received, "all-gather of expert shards")
-        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", is_compared=True)
+        return all_gather_rows(self._esp, rows, self._counts_Q, "all-gather of expert shards", is_compared=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sum results over the shards; adjoint of `all_gather`."""
-        if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._compared:
+        if rows.shape[:1] != (self.num_rows,) or self._esp.axis not in self._checked_axes:
             self._check_rows(self._esp, rows, self.num_rows, "reduce-scatter of expert shards")
-        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", is_compared=True)
+        return reduce_scatter_rows(self._esp, rows, self._counts_Q, "reduce-scatter of expert shards", is_compared=True)
 
     def begin_backward(self) -> None:
         """Make ranks compare their calls again at the first rows over each group."""
         # This rank may be the only one that runs a backward pass.
-        self._compared.clear()
+        self._checked_axes.clear()
 
     def _check_rows(self, group: Group, rows: Tensor, count: int, operation: str) -> None:
         if rows.shape[:1] != (count,):
             text = f"the exchange has {count} rows, but the rows have shape {list(rows.shape)}"
             self.algorithm.group.refuse(operation, f"{text}. Padding is not sent: Layout.exact() removes it")
-        self._compared.add(group.axis)
-        compare_calls(group, f"{operation} {BACKWARD}", f"of {self.call}")
+        self._checked_axes.add(group.axis)
+        compare_calls(group, f"{operation} {BACKWARD_SUFFIX}", f"of {self.call}")
 
 
 class ExchangeSizes(NamedTuple):
@@ -218,7 +218,7 @@ class Exchange(RowExchange):
     def with_row_counts(self, send_P: np.ndarray, recv_QP: np.ndarray) -> RowExchange:
         """Return a `RowExchange` for other row counts. Collective for two-level algorithms."""
         traffic = self.algorithm.make_traffic(send_P.tolist(), recv_QP[self._esp.index].tolist())
-        return RowExchange(self.algorithm, self._esp, traffic, recv_QP, self.call, self._compared)
+        return RowExchange(self.algorithm, self._esp, traffic, recv_QP, self.call, self._checked_axes)
 
     def split_chunks(self, degree: int) -> ChunkedExchange:
         """Split the rows for each destination into `degree` chunks of equal size (`all_to_all.chunk_size`).
@@ -228,8 +228,8 @@ class Exchange(RowExchange):
         """
         if self._forwarding is not None:
             traffics, recv_iQP = self._forwarding.chunks(degree)
-            chunks = zip(traffics, recv_iQP, strict=True)
-            exchanges = [RowExchange(self.algorithm, self._esp, *chunk, self.call, self._compared) for chunk in chunks]
+            parts = zip(traffics, recv_iQP, strict=True)
+            exchanges = [RowExchange(self.algorithm, self._esp, *part, self.call, self._checked_axes) for part in parts]
             sent_iG = np.array([traffic.send for traffic in traffics])
             return ChunkedExchange(exchanges, sent_iG.T, recv_iQP.reshape(degree, -1).T)
         send_Pp, recv_QPp = self.sizes.send_Pp, self.sizes.recv_QPp
@@ -261,9 +261,9 @@ class Exchange(RowExchange):
         if message is not None:
             message = pairs.all_gather(pairs.dispatch(message))
         code, weight = (None if value_N is None else value_N.dtype for value_N in (code_N, weight_N))
-        return self.read_pairs(message, code, weight, k)
+        return self.decode_pairs(message, code, weight, k)
 
-    def read_pairs(
+    def decode_pairs(
         self, message: Tensor | None, code: torch.dtype | None, weight: torch.dtype | None, k: int
     ) -> tuple[ReceivedPairs, Tensor | None]:
         """Decode a received message of `pack` into pairs and weights. `code`, `weight`: dtypes that were packed."""
@@ -272,10 +272,10 @@ class Exchange(RowExchange):
             return pairs_from_counts(self.counts_RE.view(-1, self.num_local_experts), self.num_rows), weight_P
         assert message is not None
         code_P, weight_P = unpack(message, code, weight)
-        self._check_codes(code_P, k)
+        self._check_expert_assignments(code_P, k)
         return decode(code_P), weight_P
 
-    def with_grads(self, x_SM: Tensor, weight_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def match_requires_grad(self, x_SM: Tensor, weight_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Make both tensors require gradients if any rank's do, because the backward pass is collective."""
         if torch.is_grad_enabled():
             if self.tokens_require_grad and not x_SM.requires_grad:
@@ -284,7 +284,7 @@ class Exchange(RowExchange):
                 weight_N = weight_N.detach().requires_grad_()
         return x_SM, weight_N
 
-    def return_weights(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
+    def return_weight_grads(self, dweight_P: Tensor, row_N: Tensor | None, rows: int) -> Tensor:
         """Send the gradients of router weights to the ranks of the tokens; return this rank's, [rows]. Collective.
 
         `row_N`: as for `exchange_pairs`. Padding rows are zero.
@@ -299,7 +299,7 @@ class Exchange(RowExchange):
     def num_local_experts(self) -> int:
         return self.counts_RE.shape[1] // self.sizes.micro_batches
 
-    def _check_codes(self, code_P: Tensor, k: int) -> None:
+    def _check_expert_assignments(self, code_P: Tensor, k: int) -> None:
         """Raise `RankError` if received expert assignments contradict the counts that their senders announced.
 
         Assignments index this rank's memory, so they must be valid. On CUDA a device assertion ends the process
@@ -328,7 +328,7 @@ def exchange_metadata(
     esp: Group,
     counts_E: Tensor,
     form: RowForm,
-    refusal: str | NonFinite | None = None,
+    refusal: str | NonFiniteCount | None = None,
     *,
     tokens: TokenCounts | None = None,
     shard_counts: Group | None = None,
@@ -340,49 +340,46 @@ def exchange_metadata(
 
     Args:
         counts_E: [E] integers, this rank's pairs for each of the E experts.
-        refusal: reason why this rank cannot take part. No rows are then sent, and all ranks raise it. A `NonFinite`
-            counts as a refusal if nonzero.
+        refusal: reason to send no rows, raised on all ranks; a `NonFiniteCount` counts as a refusal if nonzero.
         tokens: the tokens to be sent; None: one row per pair.
         shard_counts: group that gathers the counts while `esp` is busy with another exchange.
         held: experts on this rank, if fewer than its share of `counts_E`: the columns of the others are ignored.
-        call: the layer's name for errors, the same on every rank.
-        columns: further `Metadata` fields: `expert_calls`, `tokens_require_grad`, ….
+        call: the layer's name for errors, the same on every rank. columns: further `Metadata` fields.
     Raises:
-        ConfigError, RankError: a rank refused or has non-finite input; invalid counts; different row forms; or one rank
-            must call its experts as a module and another cannot.
+        ConfigError, RankError: a rank refused or has non-finite input; invalid counts; different forms or expert calls.
     """
     ep = algorithm.group
     if algorithm.wire is not None:
         form = form._replace(wire=str(algorithm.wire))
-    if problem := _counts_error(counts_E, ep.size) or form.refusal():
-        ep.refuse(CHECK, problem)
-    nonfinite = refusal if isinstance(refusal, NonFinite) else None
+    if problem := _describe_invalid_counts(counts_E, ep.size) or form.refusal():
+        ep.refuse(INPUT_CHECK, problem)
+    nonfinite = refusal if isinstance(refusal, NonFiniteCount) else None
     reason = refusal if isinstance(refusal, str) else None
     # Sent despite a refusal: peers wait for the message.
     if reason is not None:
-        ep.board.refuse(CHECK, reason, ep.size * esp.size)
+        ep.board.refuse(INPUT_CHECK, reason, ep.size * esp.size)
     elif ep.job.board is not None:
         ep.job.board.clear_refusal()
     counts_PE = counts_E.long().view(ep.size, -1)
     tokens_Pp = counts_PE.sum(1, keepdim=True) if tokens is None else tokens.tokens_Wp.long().view(ep.size, -1)
     own_metadata = Metadata(*form.columns(), rank=ep.job.rank, is_refused=reason is not None, **columns)
-    sent_PC = _metadata_message(counts_PE, tokens_Pp, own_metadata, nonfinite)
+    sent_PC = _make_messages(counts_PE, tokens_Pp, own_metadata, nonfinite)
     number = 0
     if ep.handle is not None:
-        number = _num_calls[ep.handle] = _num_calls.get(ep.handle, 0) + 1
+        number = _num_calls_by_group[ep.handle] = _num_calls_by_group.get(ep.handle, 0) + 1
     call = f"call {number} of {call}"
-    send_PC, recv_QPC = _exchange(sent_PC, ep, esp, shard_counts or esp, f"of {call} with {len(counts_E)} experts")
+    send_PC, recv_QPC = _send_messages(sent_PC, ep, esp, shard_counts or esp, f"of {call} with {len(counts_E)} experts")
     E, p = counts_PE.shape[1], tokens_Pp.shape[1]
-    received = Metadata(*recv_QPC[..., -_COLUMNS:].transpose(2, 0, 1))
+    received = Metadata(*recv_QPC[..., -_NUM_COLUMNS:].transpose(2, 0, 1))
     # Ranks on GPUs do not compare calls, so sizes may be data of another operation.
-    if ep.size * esp.size > 1 and (sender := _foreign_sender(recv_QPC, received, E, ep, esp)) is not None:
+    if ep.size * esp.size > 1 and (sender := _find_foreign_sender(recv_QPC, received, E, ep, esp)) is not None:
         raise foreign_data_error(ep.board, _OPERATION, f"the {ep}", sender)
-    maxima = Metadata(*recv_QPC[..., -_COLUMNS:].max((0, 1)).tolist())
+    maxima = Metadata(*recv_QPC[..., -_NUM_COLUMNS:].max((0, 1)).tolist())
     if maxima.is_refused or maxima.num_nonfinite:
         _raise_refusals(received, reason, nonfinite, ep, esp)
     if maxima.expert_calls:
         require_callable_experts(received, ep, esp)
-    if (recv_QPC[..., -_COLUMNS : _FORM - _COLUMNS] != own_metadata[:_FORM]).any():
+    if (recv_QPC[..., -_NUM_COLUMNS : _NUM_FORM_COLUMNS - _NUM_COLUMNS] != own_metadata[:_NUM_FORM_COLUMNS]).any():
         require_equal_row_forms(received, ep, esp)
     num_tokens, num_pairs = int(received.num_tokens.sum()), int(received.num_pairs.sum())
     agreed = AgreedMetadata(
@@ -397,49 +394,49 @@ def exchange_metadata(
     if held is not None:
         recv_QPC = np.concatenate([recv_QPC[..., :held], recv_QPC[..., -p:]], -1)
     sizes, forwarding = ExchangeSizes(send_PC[:, : E + p], recv_QPC, p), None
-    if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevel):
+    if tokens is not None and tokens.by_node is not None and isinstance(algorithm, TwoLevelAllToAll):
         forwarding = Forwarding(algorithm, esp, tokens.by_node, tokens.tokens_Wp, sizes.recv_QPp.sum(2))
     has_row_per_pair = tokens is None or tokens.has_row_per_pair
     return Exchange(algorithm, esp, sizes, counts_E.device, has_row_per_pair, call, received.rank, forwarding, agreed)
 
 
-def _counts_error(counts_E: Tensor, ranks: int) -> str:
+def _describe_invalid_counts(counts_E: Tensor, ranks: int) -> str:
     if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
         return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
     if len(counts_E) == 0 or len(counts_E) % ranks:
         return f"{len(counts_E)} experts cannot be split over {ranks} ranks; choose a multiple of {ranks}"
-    # Reading counts from a GPU would synchronize; `_foreign_sender` checks them on the host.
+    # Reading counts from a GPU would synchronize; `_find_foreign_sender` checks them on the host.
     if not counts_E.is_cuda and bool((counts_E < 0).any()):
         return f"counts of rows must not be negative, got {counts_E.tolist()}"
     return ""
 
 
 @lru_cache(maxsize=256)
-def _host_columns(values: tuple[int, ...], *, is_pinned: bool) -> Tensor:
+def _cached_host_columns(values: tuple[int, ...], *, is_pinned: bool) -> Tensor:
     # A pageable copy would synchronize. Cached: a layer sends few distinct values.
     return torch.tensor(values, dtype=torch.long, device="cpu", pin_memory=is_pinned)
 
 
-def _metadata_message(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFinite | None) -> Tensor:
+def _make_messages(counts_PE: Tensor, tokens_Pp: Tensor, own: Metadata, nonfinite: NonFiniteCount | None) -> Tensor:
     """Return the message to each peer, [P, columns]. Does not synchronize with the device."""
     device = counts_PE.device
-    from_host = _host_columns(own[:-_ON_DEVICE], is_pinned=device.type == "cuda")
+    from_host = _cached_host_columns(own[:-_NUM_DEVICE_COLUMNS], is_pinned=device.type == "cuda")
     number = counts_PE.new_zeros(()) if nonfinite is None else nonfinite.number.to(counts_PE.dtype)
     on_device = torch.stack([tokens_Pp.sum(), counts_PE.sum(), number])
     metadata_C = torch.cat([from_host.to(device, non_blocking=True), on_device])
     columns_PC = torch.cat([counts_PE, tokens_Pp, metadata_C.expand(len(counts_PE), -1)], 1)
-    counts = columns_PC.shape[1] - _COLUMNS
+    counts = columns_PC.shape[1] - _NUM_COLUMNS
     return torch.cat([columns_PC[:, :counts], columns_PC.sum(1, keepdim=True), columns_PC[:, counts:]], 1)
 
 
-def _exchange(
+def _send_messages(
     sent_PC: Tensor, ep: Group, esp: Group, shard_counts: Group, details: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exchange messages. Returns on the host: sent [peer, …], received [sharding peer, source rank, …]."""
     one_per_rank, data = [1] * ep.size, b""
     if not sent_PC.is_cuda:
         table_PC = sent_PC.numpy()
-        data = table_PC[:, :-_COLUMNS].tobytes() + table_PC[0, -_COLUMNS:].tobytes()
+        data = table_PC[:, :-_NUM_COLUMNS].tobytes() + table_PC[0, -_NUM_COLUMNS:].tobytes()
     if sent_PC.is_cuda or len(data) > MAX_DATA_BYTES:
         compare_calls(ep, _OPERATION, details)
         received_PC = all_to_all_rows(ep, sent_PC, one_per_rank, one_per_rank, _OPERATION, is_compared=True)
@@ -447,8 +444,8 @@ def _exchange(
         received_PC = sent_PC
         if envelopes := compare_calls(ep, _OPERATION, details, data):
             numbers_WN = np.stack([np.frombuffer(envelope, np.int64) for envelope in envelopes])
-            counts_WC = numbers_WN[:, :-_COLUMNS].reshape(ep.size, ep.size, -1)[:, ep.index]
-            received_PC = torch.from_numpy(np.concatenate([counts_WC, numbers_WN[:, -_COLUMNS:]], 1))
+            counts_WC = numbers_WN[:, :-_NUM_COLUMNS].reshape(ep.size, ep.size, -1)[:, ep.index]
+            received_PC = torch.from_numpy(np.concatenate([counts_WC, numbers_WN[:, -_NUM_COLUMNS:]], 1))
     all_QPC = received_PC[None]
     if esp.size > 1:
         all_QPC = all_gather_rows(shard_counts, all_QPC, [1] * esp.size, _OPERATION)
@@ -459,7 +456,7 @@ def _exchange(
     return both[0], both[1:]
 
 
-def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
+def _find_foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: Group, esp: Group) -> int | None:
     """Return the first rank that sent inconsistent metadata or another rank's number; None if all metadata is valid.
 
     Args:
@@ -467,11 +464,11 @@ def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: 
         received: the `Metadata` columns, each [sharding peer, source rank].
         experts: number of the columns with counts of pairs.
     """
-    counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_COLUMNS - 1]
+    counts_QPE, tokens_QPp = recv_QPC[..., :experts], recv_QPC[..., experts : -_NUM_COLUMNS - 1]
     expected_QP = received.rank.copy()  # only the sharding peer knows ranks outside both groups
     expected_QP[:, ep.index], expected_QP[esp.index] = esp.ranks, ep.ranks
     bad_QP = (received.rank != expected_QP) | (received.rank < 0) | (received.rank >= dist.get_world_size())
-    bad_QP |= recv_QPC.sum(-1) != 2 * recv_QPC[..., -_COLUMNS - 1]
+    bad_QP |= recv_QPC.sum(-1) != 2 * recv_QPC[..., -_NUM_COLUMNS - 1]
     bad_QP |= (received.dtype < 1) | (received.weights < 0)  # rows always have a dtype
     bad_QP |= np.maximum(received.dtype, received.weights) >= NUM_DTYPES
     pairs_QP = counts_QPE.sum(-1, dtype=np.float64)  # int64 would wrap around
@@ -485,7 +482,9 @@ def _foreign_sender(recv_QPC: np.ndarray, received: Metadata, experts: int, ep: 
     return ep.ranks[source] if peer == esp.index else esp.ranks[peer]
 
 
-def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite | None, ep: Group, esp: Group) -> None:
+def _raise_refusals(
+    received: Metadata, reason: str | None, nonfinite: NonFiniteCount | None, ep: Group, esp: Group
+) -> None:
     me = ep.job.rank
     if reason is not None:
         raise RankError(f"rank {me}: {reason}", agreed=True)
@@ -495,7 +494,7 @@ def _raise_refusals(received: Metadata, reason: str | None, nonfinite: NonFinite
     if received.num_nonfinite.any():
         text = "values are NaN or infinite" if nonfinite is None else nonfinite.text
         if received.num_nonfinite[esp.index, ep.index]:
-            ep.board.refuse(CHECK, text, ep.size * esp.size)
+            ep.board.refuse(INPUT_CHECK, text, ep.size * esp.size)
             raise RankError(f"rank {me}: {text}", agreed=True)
-        verdict = Verdict(int(received.rank[received.num_nonfinite > 0].min()), CHECK, text)
+        verdict = Verdict(int(received.rank[received.num_nonfinite > 0].min()), INPUT_CHECK, text)
         raise RankError(f"rank {me}: ended because {verdict}", agreed=True)

@@ -17,7 +17,7 @@ class FixedTimeoutStore(dist.Store):
 
     def __init__(self, store: dist.Store, patience: timedelta) -> None:
         super().__init__()
-        self._store, self._patience = store, patience
+        self._store, self._timeout = store, patience
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
@@ -35,7 +35,7 @@ class FixedTimeoutStore(dist.Store):
         return self._store.compare_set(key, expected, desired)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(list(keys), self._patience)
+        self._store.wait(list(keys), self._timeout)
 
     def has_extended_api(self) -> bool:
         return False

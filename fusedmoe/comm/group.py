@@ -72,7 +72,7 @@ class Group:
         index: position of this rank in `ranks`.
         handle: the process group. None for one rank: every collective is then a no-op.
         downward: second process group for rows sent to lower ranks; None without duplex.
-        on_gpu: True if tensors must be on this rank's GPU (NCCL).
+        uses_nccl: True if tensors must be on this rank's GPU (NCCL).
     """
 
     # Plain attributes: every collective of every step reads them.
@@ -96,7 +96,7 @@ class Group:
         self.job = job or Job()
         # None for one rank.
         self.board: Board = self.job.board  # type: ignore[assignment]
-        self.on_gpu = handle is not None and dist.get_backend(handle) == "nccl"
+        self.uses_nccl = handle is not None and dist.get_backend(handle) == "nccl"
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that `close` deletes.
@@ -121,9 +121,9 @@ class Group:
         # Numbered on first use, in the same order on all ranks.
         handles = [handle for handle in (self.handle, self.downward) if handle is not None]
         for handle in handles:
-            if handle not in _GROUP_IDS:
-                _GROUP_IDS[handle] = next(_next_group_id)
-        return f"{self.axis} {[_GROUP_IDS[handle] for handle in handles]}"
+            if handle not in _ID_BY_PROCESS_GROUP:
+                _ID_BY_PROCESS_GROUP[handle] = next(_group_id_counter)
+        return f"{self.axis} {[_ID_BY_PROCESS_GROUP[handle] for handle in handles]}"
 
     def refuse(self, operation: str, text: str) -> NoReturn:
         """Raise an error about this rank's arguments before an operation starts, and post it to all ranks."""
@@ -147,11 +147,11 @@ class Group:
 
 
 # Numbers, because topologies that share process groups may differ between ranks.
-_GROUP_IDS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_next_group_id = count()
+_ID_BY_PROCESS_GROUP: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_group_id_counter = count()
 
 # Seconds that a peer's process may take to end after a failed PyTorch collective.
-_SLOW_EXIT_S = 6.0
+_MAX_SLOW_EXIT_S = 6.0
 
 #: Number of a rank's usable process group (0 if none), and the largest number so far.
 GroupNumber = tuple[int, int]
@@ -179,17 +179,17 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._pooled_groups: dict[tuple[str, float], PooledGroup] = {}
-        self._last_numbers: dict[str, int] = {}
-        self._num_layers: Counter[tuple[int, ...]] = Counter()
+        self._last_group_numbers: dict[str, int] = {}
+        self._num_layers_by_ranks: Counter[tuple[int, ...]] = Counter()
 
     def next_layer_number(self, ranks: tuple[int, ...]) -> int:
-        self._num_layers[ranks] += 1
-        return self._num_layers[ranks]
+        self._num_layers_by_ranks[ranks] += 1
+        return self._num_layers_by_ranks[ranks]
 
     def group_numbers(self, timeout_s: float) -> dict[str, GroupNumber]:
         """Return the numbers of this rank's process groups by ranks and purpose."""
         alive = {key: pooled.group_number for key, pooled in self._pooled_groups.items() if pooled.handle() is not None}
-        return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last_numbers.items()}
+        return {name: (alive.get((name, timeout_s), 0), last) for name, last in self._last_group_numbers.items()}
 
     def lease(
         self,
@@ -218,7 +218,7 @@ class ProcessGroups:
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in of_ranks) + 1
             handle = _make_process_group(job, ranks, f"fusedmoe/{restart_count()}/{name}/{number}")
-            self._pooled_groups[key], self._last_numbers[name] = PooledGroup(key, ref(handle), number), number
+            self._pooled_groups[key], self._last_group_numbers[name] = PooledGroup(key, ref(handle), number), number
         self._pooled_groups[key].num_leases += 1
         return self._pooled_groups[key]
 
@@ -247,7 +247,7 @@ def device_backend(handle: dist.ProcessGroup, device_type: str) -> str:
     return by_device.get(device_type) or dist.get_backend(handle)
 
 
-_POOLS: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
+_POOL_BY_DEFAULT_GROUP: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
 
 
 def process_groups() -> ProcessGroups:
@@ -255,7 +255,7 @@ def process_groups() -> ProcessGroups:
     # Weak references: the pool may outlive its job, as PyTorch modules imported late keep the default group in default
     # arguments.
     default: Any = dist.group.WORLD
-    return _POOLS.setdefault(default, ProcessGroups())
+    return _POOL_BY_DEFAULT_GROUP.setdefault(default, ProcessGroups())
 
 
 def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
@@ -284,7 +284,7 @@ def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.Pro
     except (RuntimeError, NotDone) as error:
         if isinstance(error, NotDone):
             creation.add_done_callback(_destroy_late_group)
-        if str(error) in _OUT_OF_RESOURCES:
+        if str(error) in _OUT_OF_RESOURCES_TEXTS:
             text = f"{error}. Raise the limits on memory and threads (ulimit -v, ulimit -u, the container's)"
             verdict = board.post(job.rank, operation, text)
             raise RankError(f"rank {job.rank}: {operation} over {where} ended because {verdict}") from error
@@ -295,12 +295,12 @@ def _make_process_group(job: Job, ranks: tuple[int, ...], name: str) -> dist.Pro
             board, ranks, operation, where, reason, exit_s, board.absent_ranks(ranks)
         ) from error
     register_group(handle, ranks)
-    _STORES[handle] = store
+    _STORE_BY_PROCESS_GROUP[handle] = store
     return handle
 
 
 # C++ holds no reference to a store written in Python.
-_STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
+_STORE_BY_PROCESS_GROUP: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 
 
 def _destroy_late_group(creation: Future[Any]) -> None:
@@ -313,7 +313,7 @@ def _destroy_late_group(creation: Future[Any]) -> None:
 
 
 # Gloo's error texts when the system cannot start another thread.
-_OUT_OF_RESOURCES = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
+_OUT_OF_RESOURCES_TEXTS = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
 def _backend_timeout(job: Job) -> timedelta:
@@ -323,7 +323,7 @@ def _backend_timeout(job: Job) -> timedelta:
 
 
 @contextmanager
-def bound_collectives(group: Group, operation: str) -> Iterator[None]:
+def limit_collective_time(group: Group, operation: str) -> Iterator[None]:
     """Bound PyTorch collectives over a group by the job's timeout, and record the wait on the failure board.
 
     Raises:
@@ -341,7 +341,7 @@ def bound_collectives(group: Group, operation: str) -> Iterator[None]:
         reason = str(error)
         if not isinstance(error, dist.DistError) and "gloo" not in reason:
             raise
-        exit_s, absent = min(_SLOW_EXIT_S, group.board.exit_s), []
+        exit_s, absent = min(_MAX_SLOW_EXIT_S, group.board.exit_s), []
         # After a timeout, a missing rank has been missing for long.
         if "Timed out" in reason:
             exit_s, absent = 1.0, group.board.absent_ranks(group.ranks)

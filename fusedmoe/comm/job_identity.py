@@ -19,7 +19,7 @@ def read_identity() -> dict[str, str]:
 
     Arguments, folders and package names are excluded, as they may differ between ranks of one job.
     """
-    return {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "user": _user(), "program": _program()}
+    return {"run": os.environ.get("TORCHELASTIC_RUN_ID", ""), "user": _user_name(), "program": _program_path()}
 
 
 def require_one_job(rank: int, ranks: Sequence[int], identities: Sequence[Identity]) -> None:
@@ -39,14 +39,14 @@ def require_one_job(rank: int, ranks: Sequence[int], identities: Sequence[Identi
             )
 
 
-def _user() -> str:
+def _user_name() -> str:
     # Containers may have users without a name.
     with suppress(KeyError):
         return pwd.getpwuid(os.getuid()).pw_name
     return str(os.getuid())
 
 
-def _program() -> str:
+def _program_path() -> str:
     """Return the name of the running script or module without folder, package and suffix; "" if unknown."""
     # Under a profiler or debugger, __main__ is that tool.
     path = PurePath(sys.argv[0] if sys.argv else "")

@@ -25,10 +25,10 @@ from fusedmoe.kernels.deduplicate import SentTokens
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.names import WIRES
 
-CHECK = "the check of the layer's input"
+INPUT_CHECK = "the check of the layer's input"
 # A dtype is sent as its index; 0: no router weights.
-_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-NUM_DTYPES = len(_DTYPES)
+_ROW_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NUM_DTYPES = len(_ROW_DTYPES)
 
 
 class RowForm(NamedTuple):
@@ -55,19 +55,27 @@ class RowForm(NamedTuple):
     def refusal(self) -> str:
         """Return why rows of this form cannot be sent, else ""."""
         for what, dtype in (("rows", self.dtype), ("router weights", self.weights)):
-            if dtype not in _DTYPES:
-                return f"{what} of {dtype} cannot be sent; convert them to one of {', '.join(map(str, _DTYPES[1:]))}"
+            if dtype not in _ROW_DTYPES:
+                return (
+                    f"{what} of {dtype} cannot be sent; convert them to one of {', '.join(map(str, _ROW_DTYPES[1:]))}"
+                )
         return ""
 
     @lru_cache(maxsize=256)  # noqa: B019, a form is a value
     def columns(self) -> tuple[int, int, int, int, int]:
-        return _DTYPES.index(self.dtype), self.width, self.k, _DTYPES.index(self.weights), WIRES.index(self.wire)
+        return (
+            _ROW_DTYPES.index(self.dtype),
+            self.width,
+            self.k,
+            _ROW_DTYPES.index(self.weights),
+            WIRES.index(self.wire),
+        )
 
     @classmethod
     def of_columns(cls, dtype: int, width: int, k: int, weights: int, wire: int) -> RowForm:
-        row_dtype = _DTYPES[dtype]
+        row_dtype = _ROW_DTYPES[dtype]
         assert row_dtype is not None
-        return cls(row_dtype, width, k, _DTYPES[weights], WIRES[wire])
+        return cls(row_dtype, width, k, _ROW_DTYPES[weights], WIRES[wire])
 
 
 class ExpertCalls(IntEnum):
@@ -110,7 +118,7 @@ class Metadata(NamedTuple):
     num_nonfinite: Any = 0
 
 
-class NonFinite(NamedTuple):
+class NonFiniteCount(NamedTuple):
     """Number of NaN and infinite values, on the device until the metadata exchange copies it to the host.
 
     `text`: the error message for a nonzero number; the same on all ranks.
@@ -180,8 +188,8 @@ def require_callable_experts(received: Metadata, ep: Group, esp: Group) -> None:
             f"rank {module.min()} calls its experts as a module, and rank {chunks.min()} in chunks, by a plan in a "
             "compiled graph. Register the same hooks on every rank, and compile the layer on every rank or on none"
         )
-        ep.board.refuse(CHECK, conflict, ep.size * esp.size)
-        raise RankError(f"rank {ep.job.rank}: {CHECK}: {conflict}", agreed=True)
+        ep.board.refuse(INPUT_CHECK, conflict, ep.size * esp.size)
+        raise RankError(f"rank {ep.job.rank}: {INPUT_CHECK}: {conflict}", agreed=True)
 
 
 def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
@@ -190,6 +198,6 @@ def require_equal_row_forms(received: Metadata, ep: Group, esp: Group) -> None:
     forms = {rank: RowForm.of_columns(*numbers) for rank, numbers in zip(ranks, columns, strict=True)}
     text, odd = describe_difference(forms)
     if odd is None or odd == me:
-        ep.board.refuse(CHECK, text, ep.size * esp.size)
-        raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
-    raise RankError(f"rank {me}: ended because {Verdict(odd, CHECK, text)}", agreed=True)
+        ep.board.refuse(INPUT_CHECK, text, ep.size * esp.size)
+        raise RankError(f"rank {me}: {INPUT_CHECK}: {text}", agreed=True)
+    raise RankError(f"rank {me}: ended because {Verdict(odd, INPUT_CHECK, text)}", agreed=True)

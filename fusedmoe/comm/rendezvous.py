@@ -15,7 +15,7 @@ from fusedmoe.errors import ConfigError, RankError
 
 # A new host may not be in DNS yet, for example in Kubernetes.
 _DNS_TIMEOUT_S = 10.0
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ENV_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_process_group(
@@ -38,25 +38,27 @@ def init_process_group(
         RankError: the address cannot be resolved or reached, the port is in use, or a rank did not connect within
             `timeout_s`.
     """
-    given = dict(zip(_VARIABLES, (rank, world_size, address, port), strict=True))
+    given = dict(zip(_ENV_VARIABLES, (rank, world_size, address, port), strict=True))
     missing = [name for name, value in given.items() if value is None and not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} must be set in the environment; torchrun does, or set {', '.join(_VARIABLES)}"
+            f"{', '.join(missing)} must be set in the environment; torchrun does, or set {', '.join(_ENV_VARIABLES)}"
         )
     size = environment.read_integer("WORLD_SIZE", 1, 1) if world_size is None else world_size
     own_rank = environment.read_integer("RANK", 0, 0, size - 1) if rank is None else rank
     port = environment.read_integer("MASTER_PORT", 0, 0, 65535) if port is None else port
     address = os.environ["MASTER_ADDR"] if address is None else address
     _wait_for_dns(own_rank, address, port, timeout_s)
-    init_method = "env://" if None in (rank, world_size) else f"tcp://{_bracketed(address)}:{port}"
+    init_method = "env://" if None in (rank, world_size) else f"tcp://{_bracket_ipv6(address)}:{port}"
     rank_options: dict[str, Any] = {} if init_method == "env://" else {"rank": own_rank, "world_size": size}
     try:
         dist.init_process_group(
             backend, init_method=init_method, timeout=timedelta(seconds=timeout_s), **rank_options, **options
         )
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
-        raise RankError(_unreachable_text(own_rank, size, f"{address}:{port}", str(error), timeout_s)) from error
+        raise RankError(
+            _describe_connection_failure(own_rank, size, f"{address}:{port}", str(error), timeout_s)
+        ) from error
 
 
 def _wait_for_dns(rank: int, address: str, port: int, timeout_s: float) -> None:
@@ -74,7 +76,7 @@ def _wait_for_dns(rank: int, address: str, port: int, timeout_s: float) -> None:
             time.sleep(0.5)
 
 
-def _unreachable_text(rank: int, size: int, address: str, reason: str, timeout_s: float) -> str:
+def _describe_connection_failure(rank: int, size: int, address: str, reason: str, timeout_s: float) -> str:
     first = " ".join(reason.split("\n")[0].split())
     if "EADDRINUSE" in reason or "already in use" in reason.lower():
         return (
@@ -87,5 +89,5 @@ def _unreachable_text(rank: int, size: int, address: str, reason: str, timeout_s
     )
 
 
-def _bracketed(address: str) -> str:
+def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address

@@ -32,7 +32,7 @@ from fusedmoe.compat.torch import default_store, graph_task_id, is_early_stop
 from fusedmoe.errors import ConfigError, RankError
 
 # A job, and the numbers of each rank's process groups.
-_JoinedJob = tuple[Job, list[dict[str, GroupNumber]] | None]
+_JobAndGroupNumbers = tuple[Job, list[dict[str, GroupNumber]] | None]
 
 
 class Topology:
@@ -202,7 +202,12 @@ class Topology:
 
     @classmethod
     def _from_grids(
-        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, joined_job: _JoinedJob, duplex: bool
+        cls,
+        experts: torch.Tensor,
+        dense: torch.Tensor,
+        ranks_per_node: int,
+        joined_job: _JobAndGroupNumbers,
+        duplex: bool,
     ) -> Topology:
         (job, numbers_of_ranks), topology, size = joined_job, cls.__new__(cls), experts.numel()
         if size == 1:
@@ -229,7 +234,7 @@ class Topology:
 
     def _init_axes(self, job: Job, size: int, ranks_per_node: int = 1, duplex: bool = False) -> None:
         self.job, self.rank, self.size = job, job.rank, size
-        self.ranks_per_node, self._duplex = ranks_per_node, duplex
+        self.ranks_per_node, self._uses_duplex = ranks_per_node, duplex
         for axis in ("ep", "esp", "mp", "dp", "edp", "world"):
             setattr(self, axis, Group(axis, job=job))
         self._subgroups: dict[tuple[int, ...], Group] = {}
@@ -248,7 +253,7 @@ class Topology:
         if len(ranks) == 1:
             return Group(axis, ranks, 0, None, self.job)
         numbers = None if numbers_of_ranks is None else [numbers_of_ranks[rank] for rank in ranks]
-        downward = self._lease(f"{purpose} down", ranks, numbers) if self._duplex and purpose != "world" else None
+        downward = self._lease(f"{purpose} down", ranks, numbers) if self._uses_duplex and purpose != "world" else None
         group = Group(axis, ranks, ranks.index(self.rank), self._lease(purpose, ranks, numbers), self.job, downward)
         self._groups.append(group)
         return group
@@ -290,13 +295,13 @@ class Topology:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
-        return self._mesh(self.expert_grid, ("edp", "ep", "esp"))
+        return self._make_device_mesh(self.expert_grid, ("edp", "ep", "esp"))
 
     @cached_property
     def dense_mesh(self) -> DeviceMesh | None:
-        return self._mesh(self.dense_grid, ("dp", "mp"))
+        return self._make_device_mesh(self.dense_grid, ("dp", "mp"))
 
-    def _mesh(self, grid: torch.Tensor | None, names: tuple[str, ...]) -> DeviceMesh | None:
+    def _make_device_mesh(self, grid: torch.Tensor | None, names: tuple[str, ...]) -> DeviceMesh | None:
         if grid is None:
             return None
         groups = [getattr(self, name).handle or self._lease("alone", (self.rank,)) for name in names]
@@ -443,7 +448,7 @@ def _ranks_along(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
     return tuple(grid.movedim(axis, -1)[*(place for i, place in enumerate(at) if i != axis)].tolist())
 
 
-def _join_job(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> _JoinedJob:
+def _join_job(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> _JobAndGroupNumbers:
     """Join these ranks (default: all) and compare arguments. Return the job and each rank's process groups."""
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"topology: timeout_s = {timeout_s} must be positive and finite, as it bounds all waits")

@@ -49,7 +49,7 @@ class WireFormat:
         """Return encoded sums of encoded rows, in the order of `gather_sum`."""
         return self.encode(gather_sum(self.decode(encoded, torch.float32), layout))
 
-    def over_ranks(self, ep: int, esp: int) -> WireFormat | None:
+    def for_group_sizes(self, ep: int, esp: int) -> WireFormat | None:
         """Return the format for groups of these sizes: None on one rank; results are sent over EP only."""
         return None if ep * esp == 1 else WireFormat(self.encodes_results and ep > 1)
 

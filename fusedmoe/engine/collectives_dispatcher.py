@@ -23,7 +23,7 @@ from fusedmoe.autograd.exchange_operators import BatchRoute, CollectiveRoute
 from fusedmoe.autograd.order import permute, row_weights, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, exchange_metadata
-from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm
+from fusedmoe.comm.metadata import ExpertCalls, NonFiniteCount, RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import (
@@ -45,7 +45,7 @@ from fusedmoe.hooks import Hooks
 from fusedmoe.kernels.deduplicate import SentTokens
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import active_recorder, part_span, span
-from fusedmoe.schedule.task import COUNTS
+from fusedmoe.schedule.task import COUNT_EXCHANGE
 
 _new_number = count()
 
@@ -155,16 +155,18 @@ class Collectives(Dispatcher):
         pairs = exchange.pair_exchange.num_sent
         self.sent_counts = pairs, exchange.num_sent
         weight_N = weight_N if weight_SK is None else take_pairs(weight_SK, layout.cut(pairs))
-        return CountedBatch(*exchange.with_grads(x_SM, weight_N), sent.exact(exchange.num_sent, pairs), exchange)
+        return CountedBatch(
+            *exchange.match_requires_grad(x_SM, weight_N), sent.exact(exchange.num_sent, pairs), exchange
+        )
 
     def exchange_counts(
-        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFiniteCount | None, **options: Any
     ) -> Exchange:
         """Call `comm.exchange.exchange_metadata` over this dispatcher's ranks. Collective."""
         why = self._call_reason.value
         with (
             nullcontext() if why is None else with_call_reason(why),
-            span(active_recorder(), "exchange of counts", kind=COUNTS, resource="inter", phase="forward"),
+            span(active_recorder(), "exchange of counts", kind=COUNT_EXCHANGE, resource="inter", phase="forward"),
         ):
             ranks = self.all_to_all, self.topology.esp
             return exchange_metadata(*ranks, counts_E, form, refusal, call=self._call, **options)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.experts import cast_down
 from fusedmoe.autograd.order import row_weights
-from fusedmoe.comm.metadata import CHECK, NonFinite
+from fusedmoe.comm.metadata import INPUT_CHECK, NonFiniteCount
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import disable_current_modes, graph_task_id, saved_tensor_hooks, selective_modes
 from fusedmoe.engine.chunk_experts import ChunkExperts
@@ -62,7 +62,7 @@ class Routed(NamedTuple):
     x_SM: Tensor
     layout: Layout
     weight_SK: Tensor | None = None
-    refusal: str | NonFinite | None = None
+    refusal: str | NonFiniteCount | None = None
     shared: SharedExpert | None = None
 
 
@@ -180,7 +180,7 @@ def call_module(experts: LocalExperts, rows_RM: Tensor, handle: Handle) -> Tenso
 def refuse(topology: Topology, refusal: str | None) -> None:
     if refusal:
         # Through the failure board: no exchange follows that could report it to the other ranks.
-        topology.fail(CHECK, refusal)
+        topology.fail(INPUT_CHECK, refusal)
         raise (ConfigError if topology.size == 1 else RankError)(f"rank {topology.rank}: {refusal}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.metadata import ExpertCalls, NonFinite
+from fusedmoe.comm.metadata import ExpertCalls, NonFiniteCount
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.collectives_dispatcher import Collectives
@@ -60,7 +60,7 @@ class OneSided(Collectives):
         if transport is None or weight_SK is None:
             return super().through_experts(routed, experts)
         deferred = None
-        if isinstance(refusal, NonFinite):
+        if isinstance(refusal, NonFiniteCount):
             # No message carries the count to the other ranks: without a host synchronization, report it later.
             deferred = refusal if transport.max_rows_per_choice is not None else None
             refusal = refusal.text if deferred is None and int(refusal.number) else None
@@ -112,7 +112,7 @@ def fused_experts(
     transport: KernelTransport,
     recorder: Recorder | None,
     name: str = "fused_experts",
-    bad: NonFinite | None = None,
+    bad: NonFiniteCount | None = None,
 ) -> Tensor:
     """Run `one_sided_experts.fused_experts` over the layer's ranks, with buffers that all layers share.
 

@@ -139,7 +139,7 @@ def run_backward(
         # Gradients of the weights of all chunks take one message after the last chunk.
         parts = (chunk.weight_R for chunk in backward.layer_chunks.values())
         dweights = [dweight_R.to(first.dtype) for dweight_R in parts if dweight_R is not None]
-        dweight_N = exchange.return_weights(chunks.join(dweights), batch.sent_tokens.row_N, saved.num_weights)
+        dweight_N = exchange.return_weight_grads(chunks.join(dweights), batch.sent_tokens.row_N, saved.num_weights)
     totals = backward.totals[backward.layer]
     # After the last rows the link is free for gradients of replicas, then for buckets that run alongside other layers.
     sent = None if run.replicas is None else run.replicas.send_gradients(batch.experts.parameters, totals)

@@ -165,7 +165,7 @@ class Route:
 
         def read(degree: int) -> ReceivedChunks:
             sizes = buffers.experts, degree, self._capacity, self._max_rows(metadata_WC2, degree)
-            destinations = buffers.returned, buffers.returned_values
+            destinations = buffers.returned, buffers.value_return_buffers
             heights = tile_heights(buffers.sizes.dtype, metadata_WC2.device)
             chunks = read_metadata(metadata_WC2, *sizes, *destinations, heights, self._row_limit, arrival_tile)
             return ReceivedChunks(buffers, chunks, by_arrival)

@@ -31,7 +31,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.recorder import Recorder, record_with
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import GATHER, Task, TaskKind
+from fusedmoe.schedule.task import SPARSE_GATHER, Task, TaskKind
 
 
 class GradientReducer(Protocol):
@@ -330,7 +330,7 @@ class ForwardPass(PassRun):
     saves_for_backward = True
 
     def task_methods(self) -> dict[str, Callable[[Task], None]]:
-        return {**super().task_methods(), GATHER: self.sparse_all_gather}
+        return {**super().task_methods(), SPARSE_GATHER: self.sparse_all_gather}
 
     def sparse_all_gather(self, task: Task) -> None:
         replicas = self.replicas(task)
@@ -345,7 +345,7 @@ class ForwardPass(PassRun):
         if chunk.encoded_dtype is not None:
             x_RM = chunk.decode(x_RM)
         chunk.x_RM = x_RM
-        if (replicas := self.replicas(task)) is not None and GATHER not in self.plan.kinds:
+        if (replicas := self.replicas(task)) is not None and SPARSE_GATHER not in self.plan.kinds:
             replicas.wait_for_replicas()
         experts = self.experts[task.layer]
         chunk.rows, chunk.activations = experts.forward(chunk.x_RM, chunk.layout, self.weight_of(chunk))

@@ -27,7 +27,7 @@ from fusedmoe.autograd.exchange_operators import NONFINITE_INPUT, rebuild_exchan
 from fusedmoe.autograd.experts import backward_flops, row_flops
 from fusedmoe.autograd.order import row_weights
 from fusedmoe.comm.exchange import AgreedMetadata
-from fusedmoe.comm.metadata import ExpertCalls, NonFinite
+from fusedmoe.comm.metadata import ExpertCalls, NonFiniteCount
 from fusedmoe.compat.torch import autograd_recording
 from fusedmoe.engine.chunk_experts import AddGrads, AutogradExperts, ChunkExperts, GroupedExperts, Totals, grad_flags
 from fusedmoe.engine.chunks import concat
@@ -227,7 +227,7 @@ def scheduled_experts(
     """
     dispatcher = _dispatcher(number, "scheduled_experts")
     with dispatcher.topology.guard("fusedmoe::scheduled_experts"):
-        refusal = None if bad is None else NonFinite(bad, NONFINITE_INPUT)
+        refusal = None if bad is None else NonFiniteCount(bad, NONFINITE_INPUT)
         # A graph stores sizes only, not the forwarding of tokens inside a node.
         routed = Routed(x_SM, Layout.of(layout), None, refusal)
         *_, sent, exchange = dispatcher.exchange_metadata(routed, ExpertCalls.CHUNKS, by_node=False, weight_N=weight_N)

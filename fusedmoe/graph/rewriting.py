@@ -29,7 +29,7 @@ from fusedmoe.graph.instructions import (
     name_of,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import TaskDurations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import Task
@@ -401,7 +401,7 @@ def pipeline_s(
     needed, loose = partition_early(split)
     around_s += sum(map(node_s, needed))
     plan, durations_s = stage_plan(compute_s, comm_s, sum(map(node_s, loose)), chunks)
-    return around_s + makespan(plan, Durations(durations_s))
+    return around_s + makespan(plan, TaskDurations(durations_s))
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:

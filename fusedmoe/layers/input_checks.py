@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_floats, check_tensor, refuse
 from fusedmoe.comm.collectives import all_gather_rows, device_of
-from fusedmoe.comm.metadata import CHECK, NonFinite
+from fusedmoe.comm.metadata import INPUT_CHECK, NonFiniteCount
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import dispatcher
 from fusedmoe.errors import ConfigError, RankError
@@ -150,10 +150,10 @@ class InputChecks:
             bad = not all(map(math.isfinite, extremes))
         return f"{self._problem}. {self._fix}" if bad else None
 
-    def values_refusal(self, *tensors: Tensor) -> str | NonFinite | None:
+    def values_refusal(self, *tensors: Tensor) -> str | NonFiniteCount | None:
         """Check tokens and router weights for `Routed.refusal`; on CUDA return a count, without synchronizing."""
         if uses_triton(tensors[0]) and self._has_exchange:
-            return NonFinite(count_nonfinite(*tensors), f"{self._problem}. {self._fix}")
+            return NonFiniteCount(count_nonfinite(*tensors), f"{self._problem}. {self._fix}")
         return self.find_values_error(*tensors)
 
     def nonfinite_flag(self, *tensors: Tensor) -> Tensor | None:
@@ -178,7 +178,7 @@ class InputChecks:
             return int(bad)
         return 0
 
-    def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFinite | None:
+    def nonfinite_logits(self, *routings: Routing | SoftRouting) -> NonFiniteCount | None:
         """Return the count of tokens with non-finite logits, and the error that the exchange then reports to all ranks.
 
         None if there are no logits, or if `find_logits_error` reports them.
@@ -187,7 +187,9 @@ class InputChecks:
         if not given or not self._is_reported_by_exchange(given[0][1]):
             return None
         counts = [_count_nonfinite_tokens(*each) for each in given]
-        return NonFinite(counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._problem}. {self._fix}")
+        return NonFiniteCount(
+            counts[0] if len(counts) == 1 else torch.stack(counts).sum(), f"{self._problem}. {self._fix}"
+        )
 
     def _is_reported_by_exchange(self, logits_SE: Tensor) -> bool:
         reports = torch.compiler.is_compiling() or (self._exchange_reports_logits and uses_triton(logits_SE))
@@ -219,7 +221,7 @@ class InputChecks:
         """
         topology, mp, raises_here = self._topology, self._topology.mp, not self._has_exchange
         if refusal is not None and raises_here:
-            mp.board.refuse(CHECK, refusal, mp.size)
+            mp.board.refuse(INPUT_CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
         own_13 = torch.tensor([[*own, x_SM.requires_grad]], device=device_of(mp))
         # Sizes and dtypes are compared first: ranks that differ would deadlock in the next collective.
@@ -236,12 +238,12 @@ class InputChecks:
             held = (f"{n} tokens of {8 * size}-bit numbers on rank {rank}" for rank, (n, size) in sizes)
             refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
             if raises_here:
-                mp.board.refuse(CHECK, refusal, mp.size)
+                mp.board.refuse(INPUT_CHECK, refusal, mp.size)
         if raises_here:
             raise RankError(f"rank {topology.rank}: {refusal or f'ended because {mp.board.refusal(culprits[0])}'}")
         return x_SM[:0], refusal
 
-    def refusal_to_report(self, refusal: str | None, *routings: Routing) -> str | NonFinite | None:
+    def refusal_to_report(self, refusal: str | None, *routings: Routing) -> str | NonFiniteCount | None:
         """Return `refusal`, or else non-finite logits, for the exchange to report; without an exchange, raise it."""
         for routing in routings:
             refusal = refusal or self.find_logits_error(routing)

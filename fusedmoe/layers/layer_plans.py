@@ -104,7 +104,7 @@ class LayerPlans:
     def set_wire(self, wire: str | None) -> None:
         """Set the format of the rows by its name. A dispatcher that exists already keeps its format."""
         given = find_wire_format(wire)
-        self.wire = given and given.over_ranks(self.topology.ep.size, self.topology.esp.size)
+        self.wire = given and given.for_group_sizes(self.topology.ep.size, self.topology.esp.size)
 
     def encoded(self, workload: Workload) -> Workload:
         """Return the workload with the bytes of the rows as they are sent."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order as order_rows
-from fusedmoe.comm.all_to_all import AllToAll, TwoLevel, make_all_to_all
+from fusedmoe.comm.all_to_all import AllToAll, TwoLevelAllToAll, make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, max_over_ranks_s
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
@@ -37,10 +37,10 @@ from fusedmoe.runtime.cache import cached_task_times, machine_facts, measured_co
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.profiler import STEPS_BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, record_with, span
-from fusedmoe.schedule.cost import CostModel, Observed, Sample
+from fusedmoe.schedule.cost import CostModel, MeasuredPart, Observed
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
+from fusedmoe.schedule.step import ChunkedPass, extract_layer_pass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.timeline import Timeline
@@ -82,7 +82,7 @@ def measure_layer(
     sizes = [list(parameter.shape) for parameter in experts.parameters()]
     facts: dict[str, Any] = {"shapes": workload.shapes, "experts": kind, "sizes": sizes}
     facts |= {"gate": repr(gate), "order": repr(order)}
-    if isinstance(all_to_all, TwoLevel):
+    if isinstance(all_to_all, TwoLevelAllToAll):
         facts["dispatch"] = all_to_all.name
     fused_kind = plans.fused_kind(like)
     degrees = [degree for degree in FUSED_DEGREES if degree <= plans.limit]
@@ -233,7 +233,7 @@ def time_layer(
     def run(plan: Plan, number: int) -> Timeline:
         def find(x_SM: Tensor, exchange: Exchange, in_chunks: object) -> AssignedPlans:
             sent.append(exchange.max_pairs)
-            return AssignedPlans(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
+            return AssignedPlans(Plans(extract_layer_pass(plan, 0, "forward"), extract_layer_pass(plan, 0, "backward")))
 
         through = Collectives(topology, all_to_all, find)
         through.runner.streams = streams
@@ -288,7 +288,7 @@ def time_fused(
     give_up_s: float,
     *,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[Sample, float]:
+) -> dict[MeasuredPart, float]:
     """Time both passes of a layer with a fused operation, gate and order included, on the slowest rank.
 
     Collective over all ranks. No gradient is kept, and the global random generators are restored.
@@ -335,7 +335,7 @@ def time_fused(
                 rounds = [max_over_ranks_s(topology.world, seconds, _OPERATION) for seconds in own][1:]
                 seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {
-        Sample(kind, phase, degree): s
+        MeasuredPart(kind, phase, degree): s
         for degree, seconds in seconds_by_degree.items()
         for phase, s in zip(PHASES, seconds, strict=True)
     }

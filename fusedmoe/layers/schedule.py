@@ -24,11 +24,11 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.layer_plans import LayerParts, LayerPlans, PredictedExperts
 from fusedmoe.layers.measure import measure_layer, measurement_context, round_rows
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.cost import CostModel, Durations, Observed
+from fusedmoe.schedule.cost import CostModel, Observed, TaskDurations
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, Policy, PolicyFunction, layer_policies, user_policy
 from fusedmoe.schedule.shared_expert import with_shared_expert
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
+from fusedmoe.schedule.step import extract_layer_pass, fused_pass, pass_by_degree
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import FUSED, PHASES, TaskKind
 from fusedmoe.schedule.workload import Workload, one_sided_s, uniform_share
@@ -154,7 +154,7 @@ class Schedule:
         fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, can_rechunk)
         if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
             return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
-        forward = pass_of(plan, 0, "forward")
+        forward = extract_layer_pass(plan, 0, "forward")
         # Experts by autograd save one graph per chunk, so both passes need the same chunks.
         if can_rechunk or policy.is_user_defined:
             if not can_rechunk and len({*plan.degrees.values()}) > 1:
@@ -162,7 +162,7 @@ class Schedule:
                     f"policy {policy.name} has other chunks backward than forward; experts that are modules of their "
                     "own need one number for both passes"
                 )
-            return Plans(forward, pass_of(plan, 0, "backward"))
+            return Plans(forward, extract_layer_pass(plan, 0, "backward"))
         return Plans(forward, pass_by_degree(policy.order, kinds, max(forward.degrees.values()), "backward"))
 
     def __str__(self) -> str:
@@ -391,7 +391,7 @@ class ScheduledPlans(LayerPlans):
         found = []
         for phase in PHASES:
             plan, shared = plans.of(phase), alone.chunks[phase][TaskKind.EXPERT]
-            known = Durations(layer.seconds(plan), layer.contention)
+            known = TaskDurations(layer.seconds(plan), layer.contention)
             found.append(with_shared_expert(plan, phase, known, shared.seconds))
         return Plans(*found)
 

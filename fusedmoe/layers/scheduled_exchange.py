@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedmoe.comm.metadata import NonFinite
+from fusedmoe.comm.metadata import NonFiniteCount
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import Routed, SharedExpert
@@ -185,7 +185,7 @@ class ScheduledExchange(PlannedLayer):
 
     def run_by_plan(self, routed: Routed) -> Tensor:
         """Like `through_experts`, for checked tokens, outside of graphs."""
-        if not isinstance(routed.refusal, NonFinite):
+        if not isinstance(routed.refusal, NonFiniteCount):
             self.checks.refuse_without_exchange(routed.refusal)
         with self.topology.guard(self._name):
             self.plans.parts.gate.k = routed.layout.k

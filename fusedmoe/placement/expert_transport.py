@@ -132,7 +132,7 @@ class SparseCollectives:
         call = call._replace(row_of_expert=dict(call.row_of_expert), tables=[table.detach() for table in call.tables])
         num_sent = sum(transfer.source == self._group.index for transfer in call.transfers)
         sent, run = num_sent * sum(map(_row_bytes, call.tables)), partial(self._run, call)
-        if self._group.on_gpu:
+        if self._group.uses_nccl:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):

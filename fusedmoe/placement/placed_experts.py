@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.metadata import ExpertCalls, NonFinite, RowForm
+from fusedmoe.comm.metadata import ExpertCalls, NonFiniteCount, RowForm
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import tensor_version
 from fusedmoe.engine.chunk_experts import ChunkExperts
@@ -50,7 +50,7 @@ from fusedmoe.placement.replicas import (
 )
 from fusedmoe.placement.traffic import Transfer, split_tokens
 from fusedmoe.runtime.recorder import DeviceTime, Recorder, active_recorder, part_span, span
-from fusedmoe.schedule.task import GATHER, REDUCE
+from fusedmoe.schedule.task import SPARSE_GATHER, SPARSE_REDUCE
 
 T = TypeVar("T")
 
@@ -374,7 +374,7 @@ class PlacedExperts:
             )
         if self.settings.releases_replicas:
             self.replicas.release()
-        recording = self._record("sparse reduce-scatter", REDUCE, "backward")
+        recording = self._record("sparse reduce-scatter", SPARSE_REDUCE, "backward")
         return self.replicas.send_gradients(transfers, row_of_expert, grads, num_owned, recording)
 
     def _send_by_plan(self, route: GradientRoute, send: SendGradients, grads: Sequence[Tensor]) -> SparseWork:
@@ -386,7 +386,7 @@ class PlacedExperts:
         return work
 
     def _record_gather(self) -> RecordContext:
-        return self._record("sparse all-gather", GATHER, "backward" if is_recomputing() else "forward")
+        return self._record("sparse all-gather", SPARSE_GATHER, "backward" if is_recomputing() else "forward")
 
     def _record(self, name: str, kind: str, phase: str) -> RecordContext:
         if self.timing is ReplicaTiming.BY_TASKS:
@@ -450,7 +450,7 @@ class PlacedDispatcher(Collectives):
         return super().exchange_metadata(routed._replace(layout=layout, refusal=refusal), calls, by_node, weight_N)
 
     def exchange_counts(
-        self, counts_E: Tensor, form: RowForm, refusal: str | NonFinite | None, **options: Any
+        self, counts_E: Tensor, form: RowForm, refusal: str | NonFiniteCount | None, **options: Any
     ) -> Exchange:
         return super().exchange_counts(counts_E, form, refusal, held=self._placed.table.num_rows, **options)
 

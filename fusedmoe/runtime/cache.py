@@ -39,7 +39,7 @@ from fusedmoe.errors import ConfigError, warn
 from fusedmoe.files import CACHE, cache_dir, parse_json, read_cache_file, read_text, write_cache_file
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.schedule.candidates import OFF, PlanCandidate, predicted_s
+from fusedmoe.schedule.candidates import OFF_FAMILY, PlanCandidate, predicted_s
 from fusedmoe.schedule.cost import CostModel, Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
@@ -365,12 +365,14 @@ def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, fa
 def choice_text(chooser: PlanChooser) -> str:
     """Return the contents of a choice file for `read_choice`. The line and the table are for readers."""
     best = chooser.best
-    ranked = sorted((entry for entry in chooser.trials.entries if entry.seconds), key=lambda entry: entry.median_s)
+    ranked = sorted((entry for entry in chooser.trials.entries if entry.step_times_s), key=lambda entry: entry.median_s)
     kept = [best.candidate, *[entry.candidate for entry in ranked if entry is not best][:1]]
-    # A later job measures the gain over OFF, too.
-    kept += [entry.candidate for entry in ranked if entry.candidate.family == OFF and entry.candidate not in kept]
+    # A later job measures the gain over OFF_FAMILY, too.
+    kept += [
+        entry.candidate for entry in ranked if entry.candidate.family == OFF_FAMILY and entry.candidate not in kept
+    ]
     plans = [{"family": each.family, "whole": each.uses_micro_batches, **_plan_as_dict(each.plan)} for each in kept]
-    head = {"format": _CHOICE, "version": _VERSION, "line": chooser.line(), "seconds": best.median_s}
+    head = {"format": _CHOICE, "version": _VERSION, "line": chooser.describe_choice(), "seconds": best.median_s}
     return json.dumps({**head, "table": [row._asdict() for row in chooser.table()], "plans": plans})
 
 

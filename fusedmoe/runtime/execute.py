@@ -28,12 +28,12 @@ from fusedmoe.kernels.backend import device_uses_triton
 from fusedmoe.runtime.recorder import Recorder, is_profiling, span
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.task import (
-    COUNTS,
+    COUNT_EXCHANGE,
     FUSED,
-    GATHER,
     PIPELINE,
-    REDUCE,
     RESOURCES,
+    SPARSE_GATHER,
+    SPARSE_REDUCE,
     WEIGHT_GRADIENTS,
     Task,
     TaskKind,
@@ -222,9 +222,9 @@ def runnable_kinds(layer: Capabilities, plan_owner: PlanOwner) -> tuple[str, ...
     after = (TaskKind.GRADIENT_ALL_REDUCE, TaskKind.LOSS, TaskKind.OPTIMIZER)
     if plan_owner == "step":
         # The plan contains attention, gate and other work only for their duration: autograd runs them.
-        return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNTS, *parts, *after)
+        return (TaskKind.ATTENTION, TaskKind.GATE, TaskKind.OTHER, COUNT_EXCHANGE, *parts, *after)
     if plan_owner == "blocks":
-        copied = (GATHER, REDUCE) if layer.has_replicas else ()
+        copied = (SPARSE_GATHER, SPARSE_REDUCE) if layer.has_replicas else ()
         return (TaskKind.ATTENTION, TaskKind.PERMUTE, *parts, *WEIGHT_GRADIENTS.values(), *copied, *after)
     # Fused operations are available only to layers that follow their own schedule.
     split = layer.ep > 1 or layer.esp > 1

@@ -51,7 +51,7 @@ from fusedmoe.schedule.cost import (
 )
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.refit import observe
+from fusedmoe.schedule.refit import observe_task_times
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import LINKS, PIPELINE, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline
@@ -482,5 +482,5 @@ def observe_steps(
         bar.finish("measured steps")
     observed = Observed()
     for plan, timelines in zip(plans, steps, strict=True):
-        observed |= observe(plan, costs, timelines)
+        observed |= observe_task_times(plan, costs, timelines)
     return observed

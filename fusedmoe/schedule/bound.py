@@ -37,12 +37,12 @@ from fusedmoe.schedule.step_costs import (
 )
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, TaskKind
 
-# Ranges of blocks start in the first `_END_LAYERS` layers and stop in the last `_END_LAYERS` layers.
-_END_LAYERS = 2
+# Ranges of blocks start in the first `_NUM_END_LAYERS` layers and stop in the last `_NUM_END_LAYERS` layers.
+_NUM_END_LAYERS = 2
 # Maximum number of layers at which the remaining gradients bound the backward pass. Layers between two of them share a
 # variable of the linear program.
-_CUTS = 8
-_LP_ROUNDS = 20
+_MAX_CUT_LAYERS = 8
+_MAX_LP_ROUNDS = 20
 
 
 def bound_s(costs: StepCosts, max_degree: int = MAX_DEGREE) -> float:
@@ -60,7 +60,7 @@ def _has_gradient_dependencies(layer: LayerCosts) -> bool:
     return any(kind in layer.dense_s["backward"] for kind in (TaskKind.OTHER, TaskKind.GATE, TaskKind.ATTENTION))
 
 
-class _Block(NamedTuple):
+class _BlockTimes(NamedTuple):
     """The dense part of a layer's pass, or one part of its pipeline."""
 
     resource: str
@@ -69,8 +69,8 @@ class _Block(NamedTuple):
     total_s: Any
 
 
-class _Pass(NamedTuple):
-    blocks: tuple[_Block, ...]  # in execution order, without W tasks
+class _PassTimes(NamedTuple):
+    blocks: tuple[_BlockTimes, ...]  # in execution order, without W tasks
     dense_index: int
     overlap_path_s: Any  # one dense chunk and the pipeline chunks that share rows with it
     dense_w_tasks_s: Any
@@ -90,7 +90,9 @@ class _Pass(NamedTuple):
         return self.overlap_path_s - self.blocks[self.dense_index].chunk_s
 
 
-def _pass(layer: LayerCosts, phase: str, max_degree: int, has_w_tasks: bool, contention: Contention) -> _Pass:
+def _make_pass_times(
+    layer: LayerCosts, phase: str, max_degree: int, has_w_tasks: bool, contention: Contention
+) -> _PassTimes:
     counts = np.arange(1.0, max_degree + 1)
     micro, chunks, free = layer.micro_batch_costs(), layer.chunks[phase], StageTime(0.0, 0.0)
     later = micro.weights if has_w_tasks and phase == "backward" else {}
@@ -98,32 +100,32 @@ def _pass(layer: LayerCosts, phase: str, max_degree: int, has_w_tasks: bool, con
     chunk_s = {kind: part.seconds(rows_count) for kind, part in chunks.items()}
     expert_later = later.get(TaskKind.EXPERT, free) if TaskKind.EXPERT in chunks else free
     if TaskKind.EXPERT in later and TaskKind.EXPERT in chunks:
-        chunk_s[TaskKind.EXPERT] += micro.apart_s / rows_count - expert_later.seconds(rows_count)
+        chunk_s[TaskKind.EXPERT] += micro.w_task_overhead_s / rows_count - expert_later.seconds(rows_count)
     dense_later = later.get(TaskKind.ATTENTION, free) if TaskKind.ATTENTION in micro.dense[phase] else free
     dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
     dense_s = dense.seconds(dense_count)
     dispatch, gathered, urgent, reduced, combine = (chunk_s.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     of_one = np.ceil(rows_count / dense_count)
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
-    at_least = (c * of_one * urgent + i * intra + x * inter for c, i, x in contention.weights)
+    at_least = (c * of_one * urgent + i * intra + x * inter for c, i, x in contention.lower_bound_weights)
     through = reduce(np.maximum, at_least, gathered + of_one * urgent + reduced)
     parts_s = ((kind, chunk_s[kind]) for kind in PIPELINE if kind in chunk_s)
-    blocks = [_Block(LINKS.get(kind, "compute"), one_s, rows_count * one_s) for kind, one_s in parts_s]
+    blocks = [_BlockTimes(LINKS.get(kind, "compute"), one_s, rows_count * one_s) for kind, one_s in parts_s]
     place = 0 if phase == "forward" else len(blocks)
-    blocks.insert(place, _Block("compute", dense_s, dense_count * dense_s))
+    blocks.insert(place, _BlockTimes("compute", dense_s, dense_count * dense_s))
     dense_later_s = dense_count * dense_later.seconds(dense_count)
     later_s = dense_later_s + rows_count * expert_later.seconds(rows_count)
-    return _Pass(tuple(blocks), place, dense_s + dispatch + through + combine, dense_later_s, later_s)
+    return _PassTimes(tuple(blocks), place, dense_s + dispatch + through + combine, dense_later_s, later_s)
 
 
 #: Seconds per layer of a pass, and a constant in seconds.
-_Sum = tuple[list[Any], float]
+_LayerSums = tuple[list[Any], float]
 
 _BlockIndex = tuple[int, int]  # indices of a pass and of its block
 
 
-def _range_sums(
-    passes: Sequence[_Pass], weights: Mapping[str, float], first: _BlockIndex, last: _BlockIndex
+def _work_and_path_sums(
+    passes: Sequence[_PassTimes], weights: Mapping[str, float], first: _BlockIndex, last: _BlockIndex
 ) -> list[Any]:
     """Return, per layer, the weighted work of blocks `first` to `last` plus the paths to and from them."""
     (p, b), (q, e) = first, last
@@ -146,43 +148,45 @@ def _range_sums(
     return sums
 
 
-def _all_range_sums(
-    passes: Sequence[_Pass], weightings: Sequence[Mapping[str, float]], constant_s: float
-) -> Iterator[_Sum]:
+def _all_work_and_path_sums(
+    passes: Sequence[_PassTimes], weightings: Sequence[Mapping[str, float]], constant_s: float
+) -> Iterator[_LayerSums]:
     count, dense = len(passes), passes[0].dense_index
     for weights in weightings:
         on = [
             (p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.resource)
         ]
         for first, last in product(on, on):
-            if first <= last and first[0] < _END_LAYERS and last[0] >= count - _END_LAYERS:
-                yield _range_sums(passes, weights, first, last), constant_s
+            if first <= last and first[0] < _NUM_END_LAYERS and last[0] >= count - _NUM_END_LAYERS:
+                yield _work_and_path_sums(passes, weights, first, last), constant_s
     # No range may include the dense part at one end.
     end = (0, 0) if dense == 0 else (count - 1, dense)
-    yield _range_sums(passes, weightings[0], end, end), constant_s
+    yield _work_and_path_sums(passes, weightings[0], end, end), constant_s
 
 
 def _micro_batch_bound_s(costs: StepCosts, max_degree: int) -> float:
     compute = {"compute": 1.0}
-    weightings = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.weights]
+    weightings = [dict(zip(RESOURCES, weights, strict=True)) for weights in costs.contention.lower_bound_weights]
     weightings = [compute, *(weights for weights in weightings if weights["intra"] or weights["inter"])]
 
-    def passes(phase: str, has_w_tasks: bool) -> list[_Pass]:
-        return map_shared(lambda layer: _pass(layer, phase, max_degree, has_w_tasks, costs.contention), costs.layers)
+    def passes(phase: str, has_w_tasks: bool) -> list[_PassTimes]:
+        return map_shared(
+            lambda layer: _make_pass_times(layer, phase, max_degree, has_w_tasks, costs.contention), costs.layers
+        )
 
-    forward_s = _min_max_bound_s(_all_range_sums(passes("forward", False), weightings, 0.0))
+    forward_s = _min_max_bound_s(_all_work_and_path_sums(passes("forward", False), weightings, 0.0))
     # Nothing can overlap the all-reduce of the first layer's gradient.
     size = costs.gradient_bytes[0] if _has_gradient_dependencies(costs.layers[0]) else 0
     first_s = costs.all_reduce.seconds(size) if size else 0.0
     backward_s = math.inf
     for has_w_tasks in (False, True):
         back = passes("backward", has_w_tasks)[::-1]
-        sums = list(_all_range_sums(back, weightings, first_s))
+        sums = list(_all_work_and_path_sums(back, weightings, first_s))
         head = back[0].path_s(0, [block.resource for block in back[0].blocks].index("compute"))
         nothing = 0.0 * back[0].overlap_path_s
         all_s = map_shared(lambda layer: layer.work_s(compute) + layer.w_tasks_s, back)
         sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # no task depends on W tasks
-        for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _CUTS) + 1)}):
+        for done in sorted({round(cut) for cut in np.linspace(0, len(back), min(len(back), _MAX_CUT_LAYERS) + 1)}):
             layer = min(len(back) - done, len(back) - 1)
             left = sum(costs.gradient_bytes[: layer + 1])
             if left and (done == 0 or _has_gradient_dependencies(costs.layers[layer])):
@@ -198,7 +202,7 @@ def _micro_batch_bound_s(costs: StepCosts, max_degree: int) -> float:
     return forward_s + (costs.loss_s or 0.0) + backward_s + (costs.optimizer_s or 0.0)
 
 
-def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
+def _min_max_bound_s(sums: Iterable[_LayerSums]) -> float:
     """Return a lower bound of max over k of fixed[k] + Σ_p sums[k, p, c(p)] for every choice c of chunk counts."""
     from scipy.optimize import linprog
 
@@ -207,7 +211,7 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
     # [sums, choices] of each kind of pass.
     by_pass = {tuple(map(id, layer_sums)): layer_sums for layer_sums in zip(*(sums for sums, _ in found), strict=True)}
     numbers = Counter(tuple(map(id, layer_sums)) for layer_sums in zip(*(sums for sums, _ in found), strict=True))
-    passes = [_undominated(np.stack(layer_sums, 0)) for layer_sums in by_pass.values()]
+    passes = [_remove_dominated_columns(np.stack(layer_sums, 0)) for layer_sums in by_pass.values()]
     times = np.array([numbers[key] for key in by_pass], dtype=float)
     count = len(fixed)
     sums_s = sum(n * layer_sums.min(1) for n, layer_sums in zip(times, passes, strict=True))
@@ -216,7 +220,7 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
     # mean. Any weights give a valid bound, also if the solver fails or rounds.
     chosen = [{*map(int, layer_sums.argmin(1))} for layer_sums in passes]
     best = float((fixed + sums_s).max())
-    for _ in range(_LP_ROUNDS):
+    for _ in range(_MAX_LP_ROUNDS):
         some = [layer_sums[:, sorted(places)] for layer_sums, places in zip(passes, chosen, strict=True)]
         # Variables: the weights, and for each kind of pass the minimum of its weighted mean over its choices.
         which = np.repeat(np.eye(len(passes)), [layer_sums.shape[1] for layer_sums in some], axis=0)
@@ -241,7 +245,7 @@ def _min_max_bound_s(sums: Iterable[_Sum]) -> float:
     return best
 
 
-def _undominated(sums: Any) -> Any:
+def _remove_dominated_columns(sums: Any) -> Any:
     """Return the columns of `sums` [sums, choices] that no other column equals or beats in all rows."""
     left, kept = sums[:, np.argsort(sums.sum(0), kind="stable")], []
     while left.size:

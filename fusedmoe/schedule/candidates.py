@@ -19,60 +19,60 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import ANY_ORDER, POLICIES, PlanSearch, Policy, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, idle_slot_plan, pass_of, step_plan
+from fusedmoe.schedule.step import ChunkedPass, Degrees, buckets_after, extract_layer_pass, idle_slot_plan, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS
 
 #: Family of the empty plan: unchunked layers, gradients after the backward pass.
-OFF = "off"
+OFF_FAMILY = "off"
 
 _MAX_NEIGHBOURS = 4
 
-#: Trial budget: this fraction of `STEPS` steps, or of all steps of the job if there are more.
-SHARE, STEPS = 0.02, 500
+#: Trial budget: this fraction of `MIN_BUDGET_STEPS` steps, or of all steps of the job if there are more.
+TRIAL_BUDGET_SHARE, MIN_BUDGET_STEPS = 0.02, 500
 
 # A plan slower than the best by this factor is dropped.
-_TOO_SLOW = 1.5
+_MAX_SLOWDOWN = 1.5
 # Assumed relative error of predictions compared with each other.
 _PREDICTION_ERROR = 0.1
 # Steps of each of two plans before their medians are compared, and before the comparison is final.
-_MIN_STEPS, _MAX_STEPS = 4, 8
+_MIN_STEPS_TO_COMPARE, _MAX_STEPS_TO_COMPARE = 4, 8
 # Spread of two medians, relative to a step time, above which they cannot rank plans.
 _MAX_SPREAD = 1.0
 # Standard deviation of the median of n normal numbers with a deviation of 1, times √n.
-_MEDIAN_DEVIATION = 1.25
+_MEDIAN_STANDARD_DEVIATION = 1.25
 
 
 class PlanCandidate(NamedTuple):
-    family: str  # name of its policy, or `OFF` with an empty plan
+    family: str  # name of its policy, or `OFF_FAMILY` with an empty plan
     plan: Plan
     uses_micro_batches: bool  # micro-batches pass through whole layers; False: only pipelines are chunked
     predicted_s: float  # step time
 
     @property
     def name(self) -> str:
-        if self.family == OFF:
-            return OFF
+        if self.family == OFF_FAMILY:
+            return OFF_FAMILY
         both = (sorted({n for (of, _), n in self.plan.degrees.items() if of == phase}) for phase in PHASES)
         chunks = "+".join("–".join(map(str, dict.fromkeys(ns[:1] + ns[-1:]))) for ns in both)
         words = [self.family, f"{chunks} chunks"]
         if any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute):
             words.append("W tasks")
-        if (size := self.plan.largest_bucket) and (self.uses_micro_batches or self._gradients == "idle slots"):
+        if (size := self.plan.largest_bucket) and (self.uses_micro_batches or self._gradient_strategy == "idle slots"):
             words.append(f"buckets of {size / 2**10:.0f} KiB")
         return ", ".join(words)
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that made the plan; None for `OFF` and for unregistered user policies."""
+        """The policy that made the plan; None for `OFF_FAMILY` and for unregistered user policies."""
         return ANY_ORDER if self.family == ANY_ORDER.name else POLICIES.get(self.family)
 
     @property
-    def _gradients(self) -> str | None:
+    def _gradient_strategy(self) -> str | None:
         return None if self.policy is None else self.policy.gradients
 
 
-def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
+def sort_distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
     """Return each plan once, sorted by predicted time."""
     first: dict[tuple[str, bool], PlanCandidate] = {}
     for one in candidates:
@@ -87,8 +87,8 @@ def family_candidates(
     plans = PlanSearch(costs, max_degree, samples, progress).joint_candidates
     whole = micro_batch_policies()
     candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in plans.items()]
-    candidates.append(PlanCandidate(OFF, Plan(), False, makespan(plans["sequential"], costs)))
-    return distinct(candidates)
+    candidates.append(PlanCandidate(OFF_FAMILY, Plan(), False, makespan(plans["sequential"], costs)))
+    return sort_distinct(candidates)
 
 
 def neighbour_candidates(
@@ -105,7 +105,7 @@ def neighbour_candidates(
     return _other_candidates(base, plans, costs)[:_MAX_NEIGHBOURS]
 
 
-def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
+def replace_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
     plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
     return one._replace(plan=plan, predicted_s=makespan(plan, costs))
 
@@ -124,7 +124,7 @@ def neighbour_degrees(
 
 
 def _other_candidates(base: PlanCandidate, plans: Iterable[Plan], costs: StepCosts) -> list[PlanCandidate]:
-    found = distinct(base._replace(plan=plan, predicted_s=makespan(plan, costs)) for plan in plans)
+    found = sort_distinct(base._replace(plan=plan, predicted_s=makespan(plan, costs)) for plan in plans)
     return [other for other in found if other.plan != base.plan]
 
 
@@ -161,16 +161,16 @@ def _degree_changes(max_degree: int, samples: int | None = None) -> Iterator[Cal
 def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: int) -> Iterator[Plan]:
     """Yield plans with other degrees in all layers, or smaller buckets, in the same orders."""
     plan, layers = candidate.plan, range(len(costs.layers))
-    forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
+    forward, backward = ([_recover_chunked_pass(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
     same = [layer_pass.degree for layer_pass in forward] == [layer_pass.degree for layer_pass in backward]
     largest = plan.largest_bucket or 0
 
     def rebuilt(ahead: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
-        if candidate._gradients == "idle slots" and bucket_bytes:
+        if candidate._gradient_strategy == "idle slots" and bucket_bytes:
             return idle_slot_plan(costs, ahead, back, bucket_bytes)
-        if candidate._gradients == "exposed":
+        if candidate._gradient_strategy == "exposed":
             return step_plan(costs, ahead, back, exposed=True)
-        middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
+        middle = [sum(t.size or 0 for t in extract_layer_pass(plan, n, "backward").inter if t.size) for n in layers]
         beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
         return step_plan(costs, ahead, back, GradientPartition(tuple(map(float, middle)), tuple(map(float, beside))))
 
@@ -181,13 +181,13 @@ def _neighbour_layers(candidate: PlanCandidate, costs: StepCosts, max_degree: in
         else:
             yield rebuilt(ahead, backward, largest)
             yield rebuilt(forward, back, largest)
-    if candidate._gradients == "idle slots" and largest > 1:
+    if candidate._gradient_strategy == "idle slots" and largest > 1:
         yield rebuilt(forward, backward, largest // 2)
 
 
-def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
+def _recover_chunked_pass(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
     degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
-    own = pass_of(plan, layer, phase)
+    own = extract_layer_pass(plan, layer, phase)
     # A plan does not store its order function: find the one that reproduces the task orders.
     for order in (three_queues, alternating, one_queue):
         tasks = order(kinds, degree, phase, layer)
@@ -197,24 +197,24 @@ def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPas
 
 
 @dataclass(eq=False)
-class Entry:
+class CandidateTimes:
     """A candidate and its step times."""
 
     candidate: PlanCandidate
-    seconds: list[float] = field(default_factory=list)  # without the first step
-    first_s: float | None = None
+    step_times_s: list[float] = field(default_factory=list)  # without the first step
+    first_step_s: float | None = None
     rounds: int = 0
 
     @property
     def median_s(self) -> float:
         """Median step time; infinite before the first measurement."""
         # The lower median: disturbances only lengthen steps.
-        return statistics.median_low(self.seconds) if self.seconds else math.inf
+        return statistics.median_low(self.step_times_s) if self.step_times_s else math.inf
 
     @property
     def expected_s(self) -> float:
         # A single long step may be an outlier.
-        return min(self.median_s, math.inf if self.first_s is None else self.first_s)
+        return min(self.median_s, math.inf if self.first_step_s is None else self.first_step_s)
 
     @property
     def simplicity(self) -> tuple[int, float]:
@@ -249,34 +249,38 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[CandidateTimes] = []
         self.num_steps = 0
-        self._tried_before = 0
-        self._charged_s = 0.0
+        self._num_earlier_trial_steps = 0
+        self._charged_budget_s = 0.0
 
     def begin_search(self, candidates: Sequence[PlanCandidate]) -> None:
         """Start a search among new candidates. Earlier searches stay charged to the budget."""
-        self._charged_s, self._tried_before = self.spent_s, self.num_tried
-        self.entries = [Entry(candidate) for candidate in candidates]
+        self._charged_budget_s, self._num_earlier_trial_steps = self.spent_s, self.num_tried
+        self.entries = [CandidateTimes(candidate) for candidate in candidates]
 
-    def charge(self, seconds: float) -> None:
-        self._charged_s += seconds
+    def charge_budget(self, seconds: float) -> None:
+        self._charged_budget_s += seconds
 
     @property
     def num_tried(self) -> int:
-        first = sum(entry.first_s is not None for entry in self.entries[1:])
-        return self._tried_before + first + sum(len(entry.seconds) for entry in self.entries)
+        first = sum(entry.first_step_s is not None for entry in self.entries[1:])
+        return self._num_earlier_trial_steps + first + sum(len(entry.step_times_s) for entry in self.entries)
 
     @property
     def spent_s(self) -> float:
-        """Seconds charged to the budget: the excess of measured steps over the best median, plus `charge`."""
+        """Seconds charged to the budget: the excess of measured steps over the best median, plus `charge_budget`."""
         best_s = self.best_median_s
         if not math.isfinite(best_s):
-            return self._charged_s
-        spent = [len(entry.seconds) * max(0.0, entry.expected_s - best_s) for entry in self.entries if entry.seconds]
+            return self._charged_budget_s
+        spent = [
+            len(entry.step_times_s) * max(0.0, entry.expected_s - best_s)
+            for entry in self.entries
+            if entry.step_times_s
+        ]
         # The first entry's first step is the job's first step, which is slow with any plan.
-        first = [max(0.0, entry.first_s - best_s) for entry in self.entries[1:] if entry.first_s is not None]
-        return self._charged_s + (sum(spent) + sum(first))
+        first = [max(0.0, entry.first_step_s - best_s) for entry in self.entries[1:] if entry.first_step_s is not None]
+        return self._charged_budget_s + (sum(spent) + sum(first))
 
     @property
     def best_median_s(self) -> float:
@@ -286,44 +290,50 @@ class Trials:
     @property
     def remaining_s(self) -> float:
         """Seconds left in the budget, less a reserve for the last step, which may be much slower."""
-        return (SHARE * max(STEPS, self.num_steps) - 1.5) * self.best_median_s - self.spent_s
+        return (TRIAL_BUDGET_SHARE * max(MIN_BUDGET_STEPS, self.num_steps) - 1.5) * self.best_median_s - self.spent_s
 
     @property
     def noise(self) -> float:
         """Standard deviation of step times with the same plan, relative to their median."""
-        shares = [abs(b - a) / entry.median_s for entry in self.entries for a, b in pairwise(entry.seconds)]
+        shares = [abs(b - a) / entry.median_s for entry in self.entries for a, b in pairwise(entry.step_times_s)]
         # For normal numbers with a deviation of 1, the median difference is √2 · 0.6745.
         return statistics.median(shares) / (math.sqrt(2) * 0.6745) if shares else 0.0
 
-    def noise_between(self, first: Entry, second: Entry) -> float:
+    def noise_between(self, first: CandidateTimes, second: CandidateTimes) -> float:
         """Standard deviation of the difference of two entries' medians, relative to a step time."""
-        return self.noise * _MEDIAN_DEVIATION * math.sqrt(1 / len(first.seconds) + 1 / len(second.seconds))
+        return (
+            self.noise
+            * _MEDIAN_STANDARD_DEVIATION
+            * math.sqrt(1 / len(first.step_times_s) + 1 / len(second.step_times_s))
+        )
 
     @property
     def is_too_noisy(self) -> bool:
         """True if the spread (two standard deviations) of the medians of the two most measured plans exceeds 100%."""
-        pair = sorted((entry for entry in self.entries if entry.seconds), key=lambda entry: -len(entry.seconds))[:2]
+        pair = sorted(
+            (entry for entry in self.entries if entry.step_times_s), key=lambda entry: -len(entry.step_times_s)
+        )[:2]
         return len(pair) == 2 and 2 * self.noise_between(*pair) > _MAX_SPREAD
 
-    def is_affordable(self, entry: Entry) -> bool:
+    def is_affordable(self, entry: CandidateTimes) -> bool:
         """Return whether the budget covers the expected excess of the entry's next step over the best median."""
         least = min(self.entries, key=lambda other: other.median_s)
-        if not least.seconds or entry is least or self.must_run(entry):
+        if not least.step_times_s or entry is least or self.must_run(entry):
             return True
-        if entry.seconds:
+        if entry.step_times_s:
             return entry.expected_s - least.median_s <= max(0.0, self.remaining_s)
         ratio = entry.candidate.predicted_s / least.candidate.predicted_s if least.candidate.predicted_s > 0 else 1.0
-        return ratio <= _TOO_SLOW and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
+        return ratio <= _MAX_SLOWDOWN and 2 * (ratio - 1.0) * least.median_s <= self.remaining_s / 2
 
-    def must_run(self, entry: Entry) -> bool:
-        """Return whether an entry runs whatever the budget: OFF, until it has a measured step."""
-        # Predictions for chunks may be wrong, and the gain over OFF is reported.
-        return entry.candidate.family == OFF and not entry.seconds
+    def must_run(self, entry: CandidateTimes) -> bool:
+        """Return whether an entry runs whatever the budget: OFF_FAMILY, until it has a measured step."""
+        # Predictions for chunks may be wrong, and the gain over OFF_FAMILY is reported.
+        return entry.candidate.family == OFF_FAMILY and not entry.step_times_s
 
-    def is_too_slow(self, entry: Entry) -> bool:
-        return entry.expected_s > _TOO_SLOW * self.best_median_s
+    def is_too_slow(self, entry: CandidateTimes) -> bool:
+        return entry.expected_s > _MAX_SLOWDOWN * self.best_median_s
 
-    def better_half(self, pool: Sequence[Entry]) -> list[Entry]:
+    def faster_half(self, pool: Sequence[CandidateTimes]) -> list[CandidateTimes]:
         """Return the faster half of the pool (successive halving).
 
         The simplest of the entries as fast as the best within the noise is always kept, if necessary in place of the
@@ -338,35 +348,37 @@ class Trials:
         half = ranked[: -(-len(ranked) // 2)]
         return half if simplest in half and len(half) > 1 else [*half[:-1], simplest]
 
-    def is_undecided(self, first: Entry, second: Entry) -> bool:
+    def is_undecided(self, first: CandidateTimes, second: CandidateTimes) -> bool:
         """Return whether two entries need more steps to decide if the simpler one is as fast as the other."""
         simpler, larger = sorted((first, second), key=lambda entry: entry.simplicity)
-        steps = min(len(first.seconds), len(second.seconds))
-        if self.remaining_s <= 0 or steps >= _MAX_STEPS or simpler.median_s <= larger.median_s:
+        steps = min(len(first.step_times_s), len(second.step_times_s))
+        if self.remaining_s <= 0 or steps >= _MAX_STEPS_TO_COMPARE or simpler.median_s <= larger.median_s:
             return False
-        return steps < _MIN_STEPS or self.is_as_fast(simpler, larger)
+        return steps < _MIN_STEPS_TO_COMPARE or self.is_as_fast(simpler, larger)
 
-    def is_as_fast(self, entry: Entry, least: Entry) -> bool:
+    def is_as_fast(self, entry: CandidateTimes, least: CandidateTimes) -> bool:
         """Return whether an entry's median exceeds the lowest median by no more than noise."""
-        if entry is least or min(len(entry.seconds), len(least.seconds)) < _MIN_STEPS:
+        if entry is least or min(len(entry.step_times_s), len(least.step_times_s)) < _MIN_STEPS_TO_COMPARE:
             return entry is least
         return entry.median_s <= least.median_s * (1 + self.noise_between(entry, least))
 
     @property
-    def plausible(self) -> list[Entry]:
+    def plausible_entries(self) -> list[CandidateTimes]:
         """Tried entries, without those whose fastest step is far slower than all steps of another entry."""
-        tried = [entry for entry in self.entries if entry.seconds]
-        limit_s = _TOO_SLOW * min(max(entry.seconds) for entry in tried)
-        return [entry for entry in tried if min(entry.seconds) <= limit_s]
+        tried = [entry for entry in self.entries if entry.step_times_s]
+        limit_s = _MAX_SLOWDOWN * min(max(entry.step_times_s) for entry in tried)
+        return [entry for entry in tried if min(entry.step_times_s) <= limit_s]
 
-    def likely_fastest(self) -> Entry:
+    def likely_fastest(self) -> CandidateTimes:
         """Return the entry that is probably fastest. The weight of the predictions grows with the noise."""
-        tried = self.plausible
+        tried = self.plausible_entries
         scale = statistics.median(entry.median_s / max(entry.candidate.predicted_s, 1e-12) for entry in tried)
 
         # The weight of the prediction grows with the noise.
-        def likely_s(entry: Entry) -> float:
-            prediction_weight = (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_DEVIATION**2 / len(entry.seconds)
+        def likely_s(entry: CandidateTimes) -> float:
+            prediction_weight = (
+                (self.noise / _PREDICTION_ERROR) ** 2 * _MEDIAN_STANDARD_DEVIATION**2 / len(entry.step_times_s)
+            )
             return (entry.median_s + prediction_weight * scale * entry.candidate.predicted_s) / (1 + prediction_weight)
 
         return min(tried, key=likely_s)

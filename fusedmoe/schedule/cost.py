@@ -27,10 +27,10 @@ LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp
 MIN_BETA = 1e-15
 
 # Fits with a smaller r² predict hardly better than the mean of their points.
-_FAIR_R2 = 0.9
+_MIN_GOOD_R2 = 0.9
 
 # Smaller measured fractions are noise.
-_MIN_FRACTION = 0.05
+_MIN_SPEED_FRACTION = 0.05
 
 _FORMAT = "fusedmoe-costs"
 _VERSION = 2
@@ -64,21 +64,23 @@ class Contention:
         """Return equal contention between intra-node and inter-node links only."""
         return cls(intra_beside_inter=share, inter_beside_intra=share)
 
-    def share(self, resource: str, beside: str) -> float:
+    def speed_fraction(self, resource: str, beside: str) -> float:
         return 1.0 if resource == beside else float(getattr(self, f"{resource}_beside_{beside}"))
 
     @cached_property
     def speeds(self) -> tuple[tuple[float, ...], ...]:
         """Speed of each resource by set of busy resources: bit n of the index is `RESOURCES[n]`."""
         sets = [[r for n, r in enumerate(RESOURCES) if which >> n & 1] for which in range(1 << len(RESOURCES))]
-        return tuple(tuple(math.prod(self.share(r, one) for one in working) for r in RESOURCES) for working in sets)
+        return tuple(
+            tuple(math.prod(self.speed_fraction(r, one) for one in working) for r in RESOURCES) for working in sets
+        )
 
-    def disturbs(self, resources: Collection[str]) -> bool:
+    def slows_any(self, resources: Collection[str]) -> bool:
         """Return whether any of these resources slows down another."""
-        return any(self.share(r, one) < 1 for r in resources for one in resources)
+        return any(self.speed_fraction(r, one) < 1 for r in resources for one in resources)
 
     @cached_property
-    def weights(self) -> tuple[tuple[float, ...], ...]:
+    def lower_bound_weights(self) -> tuple[tuple[float, ...], ...]:
         """Weight vectors over `RESOURCES`: each weighted sum of work is a lower bound of its total time.
 
         They are the undominated vertices of the polytope in which no set of busy resources does more than 1 weighted
@@ -102,7 +104,7 @@ class Contention:
 
     def lower_bound_s(self, compute: float, intra: float, inter: float) -> float:
         """Return a lower bound of the time of this work; all in seconds."""
-        return max(c * compute + i * intra + x * inter for c, i, x in self.weights)
+        return max(c * compute + i * intra + x * inter for c, i, x in self.lower_bound_weights)
 
 
 NO_CONTENTION = Contention()
@@ -119,7 +121,7 @@ def speed_fractions(alone_s: tuple[float, float], together_s: tuple[float, float
     both_s, after_s = together_s[first], together_s[1 - first] - together_s[first]
     # The task that ends first does all its work while both run; the other finishes alone.
     done_s = {first: alone_s[first], 1 - first: alone_s[1 - first] - after_s}
-    shares = [min(1.0, max(_MIN_FRACTION, done_s[which] / both_s)) for which in range(2)]
+    shares = [min(1.0, max(_MIN_SPEED_FRACTION, done_s[which] / both_s)) for which in range(2)]
     return shares[0], shares[1]
 
 
@@ -135,14 +137,14 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True)
-class Durations:
+class TaskDurations:
     """Costs from a table of task durations, the same for every plan."""
 
-    given: Mapping[Task, float]
+    durations_s: Mapping[Task, float]
     contention: Contention = NO_CONTENTION
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
-        return self.given
+        return self.durations_s
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
         raise ConfigError("cost fit: needs finite points with at least two different sizes; measure more sizes")
     from_mean, above_mean = n - n.mean(), seconds - seconds.mean()
     beta = float(from_mean @ above_mean / (from_mean @ from_mean))
-    return _line(float(seconds.mean() - beta * n.mean()), beta, n, seconds)
+    return _make_line_with_r2(float(seconds.mean() - beta * n.mean()), beta, n, seconds)
 
 
 def fit_nonnegative_line(points: Sequence[tuple[float, float]], max_alpha_s: float = math.inf) -> Line:
@@ -195,9 +197,9 @@ def fit_nonnegative_line(points: Sequence[tuple[float, float]], max_alpha_s: flo
         from scipy.optimize import nnls
 
         (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
-        line = _line(float(alpha), max(MIN_BETA, float(beta / n.max())), n, seconds)
+        line = _make_line_with_r2(float(alpha), max(MIN_BETA, float(beta / n.max())), n, seconds)
     if line.alpha_s > max_alpha_s:
-        line = _line(max_alpha_s, max(MIN_BETA, float(n @ (seconds - max_alpha_s) / (n @ n))), n, seconds)
+        line = _make_line_with_r2(max_alpha_s, max(MIN_BETA, float(n @ (seconds - max_alpha_s) / (n @ n))), n, seconds)
     return line
 
 
@@ -207,7 +209,7 @@ def fit_large_sizes(points: Sequence[tuple[float, float]]) -> Line:
     return fit_nonnegative_line([point for point in points if point[0] > unit / 2], max_alpha_s=points[0][1])
 
 
-def _line(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
+def _make_line_with_r2(alpha: float, beta: float, n: Any, seconds: Any) -> Line:
     left, above_mean = seconds - (alpha + beta * n), seconds - seconds.mean()
     return Line(alpha, beta, 1.0 - float(left @ left) / float(above_mean @ above_mean) if above_mean.any() else 1.0)
 
@@ -233,11 +235,11 @@ class FusedCosts:
         for link, seconds in self.signal_s.items():
             if link not in LINKS.values():
                 raise ConfigError(f"fused costs: unknown link {link!r}; expected intra or inter")
-            if not _is_time(seconds):
+            if not _is_valid_time(seconds):
                 raise ConfigError(f"fused costs: invalid time {seconds!r} s of a signal on {link}")
 
 
-class Sample(NamedTuple):
+class MeasuredPart(NamedTuple):
     """A measured part of a layer or step."""
 
     kind: str
@@ -255,7 +257,7 @@ class Observed:
         rows: expert rows per pass of the measured layers; None: as many as in the layer whose costs they are used for.
     """
 
-    seconds: Mapping[Sample, float] = field(default_factory=dict)
+    seconds: Mapping[MeasuredPart, float] = field(default_factory=dict)
     rows: float | None = None
 
     def __post_init__(self) -> None:
@@ -285,7 +287,7 @@ class Observed:
             seconds = {}
             for kind, phase, chunks, has_w_tasks, took_s in data["samples"]:
                 kind = TaskKind.OTHER if kind == TaskKind.GATE else str(kind)  # name in older files
-                seconds[Sample(kind, phase, int(chunks), bool(has_w_tasks))] = float(took_s)
+                seconds[MeasuredPart(kind, phase, int(chunks), bool(has_w_tasks))] = float(took_s)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: missing field or invalid number: {error}") from error
         return cls(seconds, rows)
@@ -338,7 +340,7 @@ class CostModel:
     def poor_fits(self) -> str:
         """Names and r² of lines that fit their points poorly; empty if there are none."""
         fits = {name: line.r2 for name, line in self.lines.items()}
-        return ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in fits.items() if r2 is not None and r2 < _FAIR_R2)
+        return ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in fits.items() if r2 is not None and r2 < _MIN_GOOD_R2)
 
     def to_json(self) -> str:
         """Return indented JSON; `from_json` is the inverse."""
@@ -368,13 +370,13 @@ class CostModel:
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
             for name, line in lines.items():
-                if not (_is_time(line.alpha_s) and _is_time(line.beta_s)):
+                if not (_is_valid_time(line.alpha_s) and _is_valid_time(line.beta_s)):
                     raise ConfigError(f"cost model: invalid times {line.alpha_s!r} and {line.beta_s!r} s of {name!r}")
-                if line.r2 is not None and not _is_time(abs(line.r2)):
+                if line.r2 is not None and not _is_valid_time(abs(line.r2)):
                     raise ConfigError(f"cost model: invalid r2 = {line.r2!r} of {name!r}")
             if not isinstance(data["machine"], str):
                 raise ConfigError(f"cost model: machine must be a string, not {data['machine']!r}")
-            if not _is_time(task_s := data.get("task_s", 0.0)):
+            if not _is_valid_time(task_s := data.get("task_s", 0.0)):
                 raise ConfigError(f"cost model: invalid task_s = {task_s!r}")
             fused = FusedCosts(**data["fused"]) if "fused" in data else None
             seen = {shapes: Observed.from_dict(parts) for shapes, parts in data.get("observed", {}).items()}
@@ -387,6 +389,6 @@ class CostModel:
             raise ConfigError(f"cost model: missing or unknown field: {error}") from error
 
 
-def _is_time(value: Any) -> bool:
+def _is_valid_time(value: Any) -> bool:
     # At most 1e9 s: sums and products stay finite.
     return isinstance(value, (int, float)) and 0 <= value <= 1e9

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, SYMBOLS, TaskKind
-from fusedmoe.schedule.timeline import Span, Timeline, align, lanes
+from fusedmoe.schedule.timeline import Span, Timeline, align_timelines, split_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,18 +51,24 @@ COLOURS: dict[str, str] = {
 }
 
 # Height of a fused operation's bands, as a fraction of its bar.
-_BAND = 0.12
+_BAND_HEIGHT_FRACTION = 0.12
 
 # In inches.
-_WIDTH, _LEFT, _RIGHT = 15.0, 1.75, 0.75
+_FIGURE_WIDTH, _LEFT_MARGIN, _RIGHT_MARGIN = 15.0, 1.75, 0.75
 # Width of a group's label; bold text is up to a sixth wider than `text_width`.
-_LABEL = 0.8
-_ROW, _ROW_GAP, _STRIP, _GROUP_GAP, _LANE_MIN = 0.34, 0.05, 0.2, 0.2, 0.17
+_GROUP_LABEL_WIDTH = 0.8
+_MIN_ROW_HEIGHT, _ROW_GAP, _PASS_LABEL_HEIGHT, _GROUP_GAP, _MIN_LANE_HEIGHT = 0.34, 0.05, 0.2, 0.2, 0.17
 _DPI = 130
 
-_INK, _FAINT, _RULE, _ROW_GROUND, _BACKWARD = "#1a1a1a", "#5c5c5c", "#d8d8d8", "#f4f4f4", "#e2dfd6"
+_TEXT_COLOUR, _FAINT_TEXT_COLOUR, _GRID_COLOUR, _ROW_COLOUR, _BACKWARD_COLOUR = (
+    "#1a1a1a",
+    "#5c5c5c",
+    "#d8d8d8",
+    "#f4f4f4",
+    "#e2dfd6",
+)
 # Backgrounds of odd layers.
-_ODD = {"forward": "#e3e8f0", "backward": "#cdc7b6"}
+_ODD_LAYER_COLOURS = {"forward": "#e3e8f0", "backward": "#cdc7b6"}
 
 
 #: Timelines by label, or labelled by their ranks (and sources, for several timelines of one rank).
@@ -72,7 +78,7 @@ Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline]
 def draw(timelines: Timelines, path: str | Path, *, title: str = "Timeline") -> None:
     """Write the figure of the timelines to `path`; its suffix selects the format (.png, .svg, .pdf).
 
-    Aligns the timelines (`timeline.align`) and draws a group of rows for each. Its label is its key in a mapping, such
+    Aligns the timelines (`align_timelines`) and draws a group of rows for each. Its label is its key in a mapping, such
     as the policy's name; otherwise its rank and, if a rank has several timelines, its source. Raises `ConfigError` for
     more than `MAX_TIMELINES`.
     """
@@ -85,11 +91,11 @@ def figure(timelines: Timelines, *, title: str = "Timeline") -> Figure:
     from matplotlib.figure import Figure
 
     given = [*timelines.values()] if isinstance(timelines, Mapping) else timelines
-    aligned = align([given] if isinstance(given, Timeline) else given)
+    aligned = align_timelines([given] if isinstance(given, Timeline) else given)
     if len(aligned) > MAX_TIMELINES:
         raise ConfigError(f"draw: {len(aligned)} timelines are too many for a figure; pass at most {MAX_TIMELINES}")
     labels = [*timelines] if isinstance(timelines, Mapping) else _rank_labels(aligned)
-    groups, rows_height = _lay_out(aligned, labels)
+    groups, rows_height = _lay_out_groups(aligned, labels)
     kinds = [kind for kind in KINDS if any(span.kind == kind for t in aligned for span in t.spans)]
     has_backward = any(span.phase == "backward" for t in aligned for span in t.spans)
     span_ms = max((t.end_s for t in aligned), default=0.0) * 1e3
@@ -97,37 +103,37 @@ def figure(timelines: Timelines, *, title: str = "Timeline") -> Figure:
     result = Figure(dpi=_DPI, facecolor="white")
     FigureCanvasAgg(result)
     entries = [(str(kind), f"{SYMBOLS[kind]}  {kind}".strip()) for kind in kinds]
-    legend, legend_height = _flow(entries + [("", "backward pass")] * has_backward)
+    legend, legend_height = _lay_out_legend(entries + [("", "backward pass")] * has_backward)
     head, foot = 0.75 + legend_height, 0.55
     height = head + rows_height + foot
-    result.set_size_inches(_WIDTH, height)
+    result.set_size_inches(_FIGURE_WIDTH, height)
 
-    page = result.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))
+    page = result.add_axes((0, 0, 1, 1), xlim=(0, _FIGURE_WIDTH), ylim=(height, 0))
     page.set_axis_off()
-    plot_width = _WIDTH - _LEFT - _RIGHT
-    area = (_LEFT / _WIDTH, foot / height, plot_width / _WIDTH, rows_height / height)
+    plot_width = _FIGURE_WIDTH - _LEFT_MARGIN - _RIGHT_MARGIN
+    area = (_LEFT_MARGIN / _FIGURE_WIDTH, foot / height, plot_width / _FIGURE_WIDTH, rows_height / height)
     chart = result.add_axes(area, xlim=(0, span_ms or 1.0), ylim=(rows_height, 0))
-    _draw_heading(page, title, _summary(aligned, span_ms), legend)
+    _draw_heading(page, title, _summary_text(aligned, span_ms), legend)
     _style_chart(chart)
     inches_per_ms = plot_width / (span_ms or 1.0)
     # Abbreviate all brackets or none.
-    runs = [(group.bracket(run, brief=False), run) for group in groups for run in group.runs]
-    brief = not all(_fits(name, 1e3 * (run.end_s - run.start_s) * inches_per_ms) for name, run in runs if name)
+    runs = [(group.pass_label(run, brief=False), run) for group in groups for run in group.pass_intervals]
+    brief = not all(_fits_width(name, 1e3 * (run.end_s - run.start_s) * inches_per_ms) for name, run in runs if name)
     for group in groups:
         _draw_group(page, chart, group, head, span_ms, inches_per_ms, brief)
     if not kinds:
-        chart.text(0.5, 0.5, "no spans", transform=chart.transAxes, ha="center", va="center", color=_FAINT)
+        chart.text(0.5, 0.5, "no spans", transform=chart.transAxes, ha="center", va="center", color=_FAINT_TEXT_COLOUR)
     return result
 
 
-class _Run(NamedTuple):
+class _PassInterval(NamedTuple):
     start_s: float
     end_s: float
     phase: str
     layer: int | None
 
 
-class _Row(NamedTuple):
+class _ResourceRow(NamedTuple):
     resource: str
     top: float
     height: float
@@ -135,18 +141,18 @@ class _Row(NamedTuple):
     busy_s: float
 
 
-class _Group(NamedTuple):
+class _TimelineGroup(NamedTuple):
     label: str
     note: str
     top: float  # top of the strip with pass names
-    rows: list[_Row]
-    runs: list[_Run]
+    rows: list[_ResourceRow]
+    pass_intervals: list[_PassInterval]
 
     @property
     def bottom(self) -> float:
         return self.rows[-1].top + self.rows[-1].height
 
-    def bracket(self, run: _Run, brief: bool) -> str:
+    def pass_label(self, run: _PassInterval, brief: bool) -> str:
         """Return the label above an interval: its pass and layer, abbreviated if `brief`.
 
         An interval without a layer (the loss) has no label if others have layers.
@@ -154,7 +160,7 @@ class _Group(NamedTuple):
         name = {"forward": "fwd", "backward": "bwd"}[run.phase] if brief else run.phase
         if run.layer is not None:
             return f"{name} {run.layer}" if brief else f"{name}, layer {run.layer}"
-        return "" if any(other.layer is not None for other in self.runs) else name
+        return "" if any(other.layer is not None for other in self.pass_intervals) else name
 
 
 def _rank_labels(timelines: Sequence[Timeline]) -> list[str]:
@@ -162,28 +168,28 @@ def _rank_labels(timelines: Sequence[Timeline]) -> list[str]:
     return [f"rank {t.rank}" + (f"\n{t.source}" if several else "") for t in timelines]
 
 
-def _lay_out(timelines: Sequence[Timeline], labels: Sequence[str]) -> tuple[list[_Group], float]:
+def _lay_out_groups(timelines: Sequence[Timeline], labels: Sequence[str]) -> tuple[list[_TimelineGroup], float]:
     used = {resource for timeline in timelines for resource in timeline.resources}
     shown = [resource for resource in RESOURCES if resource in used or resource == "compute"]
-    groups: list[_Group] = []
+    groups: list[_TimelineGroup] = []
     y = 0.0
     for timeline, label in zip(timelines, labels, strict=True):
-        top, runs = y, _runs(timeline)
-        y += _STRIP
+        top, runs = y, _pass_intervals(timeline)
+        y += _PASS_LABEL_HEIGHT
         rows = []
         for resource in shown:
-            parts = lanes(timeline.on(resource))
-            height = max(_ROW, len(parts) * _LANE_MIN)
-            rows.append(_Row(resource, y, height, parts, timeline.busy_s(resource)))
+            parts = split_into_lanes(timeline.on(resource))
+            height = max(_MIN_ROW_HEIGHT, len(parts) * _MIN_LANE_HEIGHT)
+            rows.append(_ResourceRow(resource, y, height, parts, timeline.busy_s(resource)))
             y += height + _ROW_GAP
-        note = f"{ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
-        groups.append(_Group(label, note, top, rows, runs))
+        note = f"{format_ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
+        groups.append(_TimelineGroup(label, note, top, rows, runs))
         y += _GROUP_GAP - _ROW_GAP
-    return groups, max(y - _GROUP_GAP, _ROW) + 0.06
+    return groups, max(y - _GROUP_GAP, _MIN_ROW_HEIGHT) + 0.06
 
 
-def _runs(timeline: Timeline) -> list[_Run]:
-    result: list[_Run] = []
+def _pass_intervals(timeline: Timeline) -> list[_PassInterval]:
+    result: list[_PassInterval] = []
     for span in timeline.on("compute") or timeline.spans:
         if span.phase is None:
             continue
@@ -193,28 +199,28 @@ def _runs(timeline: Timeline) -> list[_Run]:
         else:
             if last is not None:  # runs do not overlap
                 result[-1] = last._replace(end_s=min(last.end_s, span.start_s))
-            result.append(_Run(span.start_s, span.end_s, span.phase, span.layer))
+            result.append(_PassInterval(span.start_s, span.end_s, span.phase, span.layer))
     return result
 
 
-def _summary(timelines: Sequence[Timeline], span_ms: float) -> str:
+def _summary_text(timelines: Sequence[Timeline], span_ms: float) -> str:
     ranks = len({timeline.rank for timeline in timelines})
-    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", ms(span_ms * 1e-3)]
+    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", format_ms(span_ms * 1e-3)]
     sources = {timeline.source for timeline in timelines}
     if len(sources) == 1:
         parts.insert(0, sources.pop())
         if any(resource != "compute" for timeline in timelines for resource in timeline.resources):
             exposed_s = sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
-            parts.append(f"exposed communication: {ms(exposed_s)} per rank")
+            parts.append(f"exposed communication: {format_ms(exposed_s)} per rank")
     return "   ·   ".join(parts)
 
 
-def _flow(entries: list[tuple[str, str]]) -> tuple[list[tuple[float, float, str, str]], float]:
+def _lay_out_legend(entries: list[tuple[str, str]]) -> tuple[list[tuple[float, float, str, str]], float]:
     """Return (x, y, kind, label) of each legend entry, and the height."""
     x, y, result = 0.15, 0.0, []
     for kind, label in entries:
         width = 0.22 + text_width(label, 8.0) + 0.14
-        if x + width > _WIDTH:
+        if x + width > _FIGURE_WIDTH:
             x, y = 0.15, y + 0.21
         result.append((x, y, kind, label))
         x += width
@@ -224,13 +230,15 @@ def _flow(entries: list[tuple[str, str]]) -> tuple[list[tuple[float, float, str,
 def _draw_heading(page: Axes, title: str, summary: str, legend: list[tuple[float, float, str, str]]) -> None:
     from matplotlib.patches import Rectangle
 
-    page.text(0.15, 0.22, title, size=13, weight="bold", color=_INK, va="center", parse_math=False)
-    page.text(0.15, 0.46, summary, size=8.5, color=_FAINT, va="center")
+    page.text(0.15, 0.22, title, size=13, weight="bold", color=_TEXT_COLOUR, va="center", parse_math=False)
+    page.text(0.15, 0.46, summary, size=8.5, color=_FAINT_TEXT_COLOUR, va="center")
     for x, y, kind, label in legend:
-        for top, bottom, colour in stripes_of(kind) if kind else [Stripe(0.0, 1.0, _BACKWARD)]:
+        for top, bottom, colour in bar_stripes(kind) if kind else [Stripe(0.0, 1.0, _BACKWARD_COLOUR)]:
             where, height = (x, 0.625 + y + 0.13 * top), 0.13 * (bottom - top)
-            page.add_patch(Rectangle(where, 0.17, height, facecolor=colour, edgecolor=_FAINT, linewidth=0.4))
-        page.text(x + 0.22, 0.69 + y, label, size=8.0, color=_INK, va="center")
+            page.add_patch(
+                Rectangle(where, 0.17, height, facecolor=colour, edgecolor=_FAINT_TEXT_COLOUR, linewidth=0.4)
+            )
+        page.text(x + 0.22, 0.69 + y, label, size=8.0, color=_TEXT_COLOUR, va="center")
 
 
 def _style_chart(chart: Axes) -> None:
@@ -238,61 +246,69 @@ def _style_chart(chart: Axes) -> None:
 
     chart.set_yticks([])
     chart.xaxis.set_major_locator(MaxNLocator(12))
-    chart.tick_params(axis="x", labelsize=8.5, colors=_FAINT, length=3)
-    chart.set_xlabel("time, ms", size=8.5, color=_FAINT)
-    chart.grid(axis="x", color=_RULE, linewidth=0.6)
+    chart.tick_params(axis="x", labelsize=8.5, colors=_FAINT_TEXT_COLOUR, length=3)
+    chart.set_xlabel("time, ms", size=8.5, color=_FAINT_TEXT_COLOUR)
+    chart.grid(axis="x", color=_GRID_COLOUR, linewidth=0.6)
     chart.set_axisbelow(True)
     chart.patch.set_visible(False)
     for side, spine in chart.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(_FAINT)
+        spine.set_color(_FAINT_TEXT_COLOUR)
 
 
 def _draw_group(
-    page: Axes, chart: Axes, group: _Group, head: float, span_ms: float, inches_per_ms: float, brief: bool
+    page: Axes, chart: Axes, group: _TimelineGroup, head: float, span_ms: float, inches_per_ms: float, brief: bool
 ) -> None:
     from matplotlib.patches import Rectangle
 
     middle = head + (group.rows[0].top + group.bottom) / 2
-    size = 10.0 * _LABEL / max(_LABEL, *(text_width(line, 10.0) for line in group.label.split("\n")))
-    page.text(0.15, middle, group.label, size=size, weight="bold", color=_INK, va="center", parse_math=False)
+    size = (
+        10.0
+        * _GROUP_LABEL_WIDTH
+        / max(_GROUP_LABEL_WIDTH, *(text_width(line, 10.0) for line in group.label.split("\n")))
+    )
+    page.text(0.15, middle, group.label, size=size, weight="bold", color=_TEXT_COLOUR, va="center", parse_math=False)
     below = middle + 0.1 + 0.09 * group.label.count("\n")
-    page.text(0.15, below, group.note, size=7.5, color=_FAINT, va="top")
-    page.text(_WIDTH - 0.1, head + group.top + 0.1, "busy", size=7, color=_FAINT, ha="right", va="center")
+    page.text(0.15, below, group.note, size=7.5, color=_FAINT_TEXT_COLOUR, va="top")
+    page.text(
+        _FIGURE_WIDTH - 0.1, head + group.top + 0.1, "busy", size=7, color=_FAINT_TEXT_COLOUR, ha="right", va="center"
+    )
     for row in group.rows:
         y = head + row.top + row.height / 2
-        page.text(_LEFT - 0.1, y, row.resource, size=9, color=_INK, ha="right", va="center")
+        page.text(_LEFT_MARGIN - 0.1, y, row.resource, size=9, color=_TEXT_COLOUR, ha="right", va="center")
         share = f"{100 * row.busy_s / (span_ms * 1e-3):.0f}%" if span_ms else ""
-        page.text(_WIDTH - 0.1, y, share, size=8.5, color=_FAINT, ha="right", va="center")
-        chart.add_patch(Rectangle((0, row.top), span_ms or 1.0, row.height, facecolor=_ROW_GROUND, zorder=0.1))
-    for run in group.runs:
+        page.text(_FIGURE_WIDTH - 0.1, y, share, size=8.5, color=_FAINT_TEXT_COLOUR, ha="right", va="center")
+        chart.add_patch(Rectangle((0, row.top), span_ms or 1.0, row.height, facecolor=_ROW_COLOUR, zorder=0.1))
+    for run in group.pass_intervals:
         left, width = run.start_s * 1e3, (run.end_s - run.start_s) * 1e3
-        if ground := ground_of(run.phase, run.layer):
+        if ground := background_colour(run.phase, run.layer):
             height = group.bottom - group.rows[0].top
             chart.add_patch(Rectangle((left, group.rows[0].top), width, height, facecolor=ground, zorder=0.2))
-        name = group.bracket(run, brief)
+        name = group.pass_label(run, brief)
         if not name:
             continue
         gap = min(0.02 / inches_per_ms, width / 4)
-        y = group.top + _STRIP - 0.025
-        chart.plot((left + gap, left + width - gap), (y, y), color=_FAINT, linewidth=0.7, zorder=1)
-        if _fits(name, width * inches_per_ms):
-            chart.text(left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT, ha="center", va="center")
+        y = group.top + _PASS_LABEL_HEIGHT - 0.025
+        chart.plot((left + gap, left + width - gap), (y, y), color=_FAINT_TEXT_COLOUR, linewidth=0.7, zorder=1)
+        if _fits_width(name, width * inches_per_ms):
+            chart.text(
+                left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT_TEXT_COLOUR, ha="center", va="center"
+            )
     _draw_bars(chart, group, inches_per_ms)
 
 
-def ground_of(phase: str, layer: int | None) -> str | None:
+def background_colour(phase: str, layer: int | None) -> str | None:
     """Return the background colour of a layer's pass; None: the row's own colour."""
     if layer is not None and layer % 2:
-        return _ODD[phase]
-    return _BACKWARD if phase == "backward" else None
+        return _ODD_LAYER_COLOURS[phase]
+    return _BACKWARD_COLOUR if phase == "backward" else None
 
 
-def _fits(name: str, inches: float) -> bool:
+def _fits_width(name: str, inches: float) -> bool:
     return text_width(name, 7.5) < inches - 0.06
 
 
-def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
+def _draw_bars(chart: Axes, group: _TimelineGroup, inches_per_ms: float) -> None:
     from matplotlib.collections import PolyCollection
 
     corners, colours, edges = [], [], []
@@ -306,16 +322,16 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float) -> None:
                 width = max(span.duration_s * 1e3, 1.0 / _DPI / inches_per_ms)
                 left = min(span.start_s * 1e3, chart.get_xlim()[1] - width)
                 right = left + width
-                ground, *bands = stripes_of(span.kind)
+                ground, *bands = bar_stripes(span.kind)
                 for stripe in (ground, *bands):
                     y0, y1 = (top + share * (bottom - top) for share in (stripe.top, stripe.bottom))
                     corners.append([(left, y0), (right, y0), (right, y1), (left, y1)])
                     colours.append(stripe.colour)
                     edges.append(0.5 if width * inches_per_ms > 0.03 and stripe is ground else 0.0)
-                free = (_BAND, 1 - _BAND) if bands else (0.0, 1.0)
+                free = (_BAND_HEIGHT_FRACTION, 1 - _BAND_HEIGHT_FRACTION) if bands else (0.0, 1.0)
                 y0, y1 = (top + share * (bottom - top) for share in free)
-                ink = "white" if is_dark(ground.colour) else _INK
-                for dy, text, size in label_of(span, width * inches_per_ms, y1 - y0):
+                ink = "white" if is_dark(ground.colour) else _TEXT_COLOUR
+                for dy, text, size in bar_label_lines(span, width * inches_per_ms, y1 - y0):
                     at = left + width / 2, (y0 + y1) / 2 + dy
                     chart.text(*at, text, size=size, color=ink, ha="center", va="center_baseline", parse_math=False)
     # One collection for all bars: a patch per bar takes seconds for thousands of tasks.
@@ -331,19 +347,23 @@ class Stripe(NamedTuple):
     colour: str
 
 
-def stripes_of(kind: str) -> list[Stripe]:
+def bar_stripes(kind: str) -> list[Stripe]:
     """Return the stripes of a bar in painting order: background, then bands."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
     there, expert, back = (COLOURS[part] for part in FUSED[kind])
-    return [Stripe(0.0, 1.0, expert), Stripe(0.0, _BAND, there), Stripe(1 - _BAND, 1.0, back)]
+    return [
+        Stripe(0.0, 1.0, expert),
+        Stripe(0.0, _BAND_HEIGHT_FRACTION, there),
+        Stripe(1 - _BAND_HEIGHT_FRACTION, 1.0, back),
+    ]
 
 
-def label_of(span: Span, width: float, height: float) -> list[tuple[float, str, float]]:
+def bar_label_lines(span: Span, width: float, height: float) -> list[tuple[float, str, float]]:
     """Return the lines of text that fit into a bar (inches): (offset from the middle, text, points)."""
     room = width - 0.04
     chunk = "" if span.chunk is None else str(span.chunk)
-    name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, ms(span.duration_s)
+    name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, format_ms(span.duration_s)
     if height >= 0.28 and text_width(time, 6.5) <= room:
         for text in filter(None, (name, short)):
             if text_width(text, 7.5) <= room:
@@ -364,7 +384,7 @@ def text_width(text: str, size: float) -> float:
     return points / 72
 
 
-def ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     """Format seconds as milliseconds with three significant digits, from 10 s as seconds."""
     if seconds >= 9.9995:
         return f"{seconds:.{int(seconds < 99.95)}f} s"

@@ -53,7 +53,7 @@ class Testbed:
     seq_lens: tuple[int, ...]
 
 
-class Datum(NamedTuple):
+class SourcedValue(NamedTuple):
     """A value and its source.
 
     `estimate`: the source neither measures nor specifies it. `bounds`: lowest and highest published value, if known.
@@ -65,39 +65,45 @@ class Datum(NamedTuple):
     bounds: tuple[float, float] | None = None
 
 
-_NCCL = "NCCL, src/graph/tuning.cc"
-_DEEPEP = "DeepEP README, normal kernels on H800"
-_HERE = "bench/results, H100 80GB HBM3"
-_H100_SHARE = "the fraction of its data sheet that an H100 reaches"
+_NCCL_SOURCE = "NCCL, src/graph/tuning.cc"
+_DEEPEP_SOURCE = "DeepEP README, normal kernels on H800"
+_OWN_MEASUREMENTS = "bench/results, H100 80GB HBM3"
+_H100_SHARE_SOURCE = "the fraction of its data sheet that an H100 reaches"
 
-_START_S = Datum(8.4e-6, f"{_NCCL}: a ring's base latency")
-_NVLINK_S = Datum(0.6e-6, f"{_NCCL}: a step over NVLink, 0.47–0.6 µs by version", bounds=(0.47e-6, 0.6e-6))
-_NETWORK_S = Datum(2.7e-6, f"{_NCCL}: a step over the network")
-_LAUNCH_S = Datum(5e-6, "a kernel's launch and end", True)
-_CONTENTION = Datum(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
+_COLLECTIVE_START_S = SourcedValue(8.4e-6, f"{_NCCL_SOURCE}: a ring's base latency")
+_NVLINK_MESSAGE_S = SourcedValue(
+    0.6e-6, f"{_NCCL_SOURCE}: a step over NVLink, 0.47–0.6 µs by version", bounds=(0.47e-6, 0.6e-6)
+)
+_NETWORK_MESSAGE_S = SourcedValue(2.7e-6, f"{_NCCL_SOURCE}: a step over the network")
+_KERNEL_LAUNCH_S = SourcedValue(5e-6, "a kernel's launch and end", True)
+_LINK_CONTENTION = SourcedValue(0.9, "cards and NVLink share a GPU's memory and copy engines only", True)
 # Kernels of collectives use multiprocessors and memory bandwidth. Bounds: with NCCL on two H100s, a matrix product of
 # 1.18 ms took 2.08 ms during a collective; with 16 of 132 multiprocessors of an H200 held by another kernel, Triton's
 # grouped products took 1.1 times as long.
-_COMPUTES_BESIDE = Datum(
+_COMPUTE_SPEED_DURING_TRANSFER = SourcedValue(
     1 / 1.189,
     "arXiv 2507.03114, H100, A100, MI250 and MI210: slowed by 18.9% on average",
     True,
     (1.18 / 2.08, 1 / 1.1),
 )
-_LINKS_BESIDE = Datum(1.0, "kernels of collectives keep their multiprocessors, and links are slower than memory", True)
-_SPREAD = Datum(0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True)
+_LINK_SPEED_DURING_COMPUTE = SourcedValue(
+    1.0, "kernels of collectives keep their multiprocessors, and links are slower than memory", True
+)
+_COMPUTE_TIME_SPREAD = SourcedValue(
+    0.02, "SC22, Sinha et al.: GPUs of one kind vary by 8%, taken as four standard deviations", True
+)
 # Bounds: 40 to 47 of 50 GB/s per GPU, over InfiniBand or RoCE.
-_NETWORK_REACHED = Datum(0.86, f"{_DEEPEP}: 43 of 50 GB/s between two nodes", bounds=(0.8, 0.94))
+_NETWORK_EFFICIENCY = SourcedValue(0.86, f"{_DEEPEP_SOURCE}: 43 of 50 GB/s between two nodes", bounds=(0.8, 0.94))
 
 #: Largest relative error of predictions with a machine (docs/results.md).
-PREDICTION_ERROR = Datum(0.12, "steps of 2 and 4 ranks on emulated links, published results on H100s")
+PREDICTION_ERROR = SourcedValue(0.12, "steps of 2 and 4 ranks on emulated links, published results on H100s")
 
 
 @dataclass(frozen=True)
 class Link:
-    message_s: Datum  # time of a further message
-    bytes_per_s: Datum  # in one direction
-    reached: Datum  # fraction of `bytes_per_s` that collectives reach
+    message_s: SourcedValue  # time of a further message
+    bytes_per_s: SourcedValue  # in one direction
+    reached: SourcedValue  # fraction of `bytes_per_s` that collectives reach
 
     @property
     def speed(self) -> float:
@@ -108,27 +114,29 @@ class Link:
 class Machine:
     """Nodes of identical GPUs, one rank per GPU."""
 
-    words: str
+    description: str
     ranks_per_node: int
     dtype: str  # of `flops`, as in the settings
     _: KW_ONLY
-    memory_bytes: Datum | None = None  # of a GPU; None: unknown
-    flops: Datum  # FLOP/s of a matrix product
-    product_start_s: Datum = _LAUNCH_S  # also of a copy
-    copied_bytes_per_s: Datum  # bytes of permuted rows per second, each read and written
-    start_s: Datum = _START_S  # start-up time of a collective
+    memory_bytes: SourcedValue | None = None  # of a GPU; None: unknown
+    flops: SourcedValue  # FLOP/s of a matrix product
+    product_start_s: SourcedValue = _KERNEL_LAUNCH_S  # also of a copy
+    copied_bytes_per_s: SourcedValue  # bytes of permuted rows per second, each read and written
+    start_s: SourcedValue = _COLLECTIVE_START_S  # start-up time of a collective
     intra: Link  # per rank
     inter: Link  # per network card
-    cards: Datum  # network cards per node
-    contention: Datum = _CONTENTION  # fraction of its speed that a link keeps while both kinds are in use
-    computes_beside: Datum = _COMPUTES_BESIDE  # fraction that computation keeps while a link is in use
-    links_beside: Datum = _LINKS_BESIDE  # fraction that a link keeps during computation
-    spread: Datum = _SPREAD  # of compute time over ranks: standard deviation / mean
+    cards: SourcedValue  # network cards per node
+    contention: SourcedValue = _LINK_CONTENTION  # fraction of its speed that a link keeps while both kinds are in use
+    computes_beside: SourcedValue = (
+        _COMPUTE_SPEED_DURING_TRANSFER  # fraction that computation keeps while a link is in use
+    )
+    links_beside: SourcedValue = _LINK_SPEED_DURING_COMPUTE  # fraction that a link keeps during computation
+    spread: SourcedValue = _COMPUTE_TIME_SPREAD  # of compute time over ranks: standard deviation / mean
 
-    def figures(self) -> Iterator[tuple[str, Datum]]:
+    def figures(self) -> Iterator[tuple[str, SourcedValue]]:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Datum):
+            if isinstance(value, SourcedValue):
                 yield field.name, value
             elif isinstance(value, Link):
                 yield from ((f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
@@ -139,7 +147,7 @@ class Machine:
             raise ConfigError(f"{ranks} ranks do not fill nodes of {self.ranks_per_node}; start a multiple of it")
         return min(ranks, self.ranks_per_node)
 
-    def changed(
+    def with_values(
         self,
         *,
         ranks_per_node: int | None = None,
@@ -164,24 +172,24 @@ class Machine:
                 raise ConfigError(f"{name} = {number:g} must be a finite number > 0")
         inter = self.inter
         if card_bytes_per_s is not None:
-            inter = replace(inter, bytes_per_s=Datum(card_bytes_per_s, "as given"))
+            inter = replace(inter, bytes_per_s=SourcedValue(card_bytes_per_s, "as given"))
         return replace(
             self,
-            words=", ".join([self.words, *(f"with {number:g} {name}" for name, number in given.items())]),
+            description=", ".join([self.description, *(f"with {number:g} {name}" for name, number in given.items())]),
             ranks_per_node=self.ranks_per_node if ranks_per_node is None else ranks_per_node,
-            cards=self._cards_of(ranks_per_node) if cards is None else Datum(cards, "as given"),
+            cards=self._cards_per_node(ranks_per_node) if cards is None else SourcedValue(cards, "as given"),
             inter=inter,
-            spread=self.spread if spread is None else Datum(spread, "as given"),
+            spread=self.spread if spread is None else SourcedValue(spread, "as given"),
         )
 
-    def _cards_of(self, ranks_per_node: int | None) -> Datum:
+    def _cards_per_node(self, ranks_per_node: int | None) -> SourcedValue:
         """Return the cards of a node with as many cards per rank as this machine has."""
         if ranks_per_node is None or ranks_per_node == self.ranks_per_node:
             return self.cards
         number = self.cards.value * ranks_per_node / self.ranks_per_node
         return self.cards._replace(value=number, source=f"as many per rank as: {self.cards.source}")
 
-    def at_end(self, is_fast: bool) -> Machine:
+    def at_bounds(self, is_fast: bool) -> Machine:
         """Return the machine with each figure at the slow or the fast end of its `bounds`."""
 
         def moved(of: Machine | Link) -> dict[str, Any]:
@@ -191,7 +199,7 @@ class Machine:
             if isinstance(value, Link):
                 return Link(**moved(value))
             # The slow end is the longest time, but the smallest speed or share.
-            is_movable = isinstance(value, Datum) and value.bounds is not None
+            is_movable = isinstance(value, SourcedValue) and value.bounds is not None
             return value._replace(value=value.bounds[is_fast != name.endswith("_s")]) if is_movable else value
 
         return Machine(**moved(self))
@@ -234,7 +242,7 @@ class Machine:
             lines["all-reduce/dp"] = self.all_reduce(ranks, *((ranks // mp, mp) if ranks > mp else (ranks, 1)))
         computes, links, link = self.computes_beside.value, self.links_beside.value, self.contention.value
         contention = Contention(computes, computes, links, link, links, link)
-        return CostModel(lines, contention, f"{self.words}; modelled, not measured")
+        return CostModel(lines, contention, f"{self.description}; modelled, not measured")
 
     def _all_to_all(self, p: int, q: int, node: int, crossing_share: float | None) -> Line:
         inside_s, across_s, m = self.intra.message_s.value, self.inter.message_s.value, p // q
@@ -364,25 +372,27 @@ def _testbed_machine(name: str, words: str, rate: float, memory: float, memory_b
         words,
         gpus,
         "fp32",
-        memory_bytes=Datum(memory_bytes, sheet),
-        flops=Datum(line("gemm").per_s, f"{paper}: products"),
-        product_start_s=Datum(line("gemm").alpha_s, f"{paper}: products"),
-        copied_bytes_per_s=Datum(0.9 * memory / 2, f"{sheet}: {memory / 1e9:g} GB/s; {_H100_SHARE}, 90%", True),
-        start_s=Datum(0.0, "not separate in the paper's costs: included in the messages", True),
+        memory_bytes=SourcedValue(memory_bytes, sheet),
+        flops=SourcedValue(line("gemm").per_s, f"{paper}: products"),
+        product_start_s=SourcedValue(line("gemm").alpha_s, f"{paper}: products"),
+        copied_bytes_per_s=SourcedValue(
+            0.9 * memory / 2, f"{sheet}: {memory / 1e9:g} GB/s; {_H100_SHARE_SOURCE}, 90%", True
+        ),
+        start_s=SourcedValue(0.0, "not separate in the paper's costs: included in the messages", True),
         intra=Link(
-            Datum(inside.alpha_s / (gpus - 1), f"{paper}: all-gather"),
-            Datum((gpus - 1) / gpus / inside.beta_s, f"{paper}: all-gather"),
-            Datum(1.0, f"{paper}: bandwidth reached"),
+            SourcedValue(inside.alpha_s / (gpus - 1), f"{paper}: all-gather"),
+            SourcedValue((gpus - 1) / gpus / inside.beta_s, f"{paper}: all-gather"),
+            SourcedValue(1.0, f"{paper}: bandwidth reached"),
         ),
         inter=Link(
-            Datum(across.alpha_s / (nodes - 1), f"{paper}: all-to-all"),
-            Datum(rate, "FSMoE Table 3"),
-            Datum(carried / rate, f"{paper}: all-to-all"),
+            SourcedValue(across.alpha_s / (nodes - 1), f"{paper}: all-to-all"),
+            SourcedValue(rate, "FSMoE Table 3"),
+            SourcedValue(carried / rate, f"{paper}: all-to-all"),
         ),
-        cards=Datum(1, "FSMoE Table 3"),
-        contention=Datum(testbed.costs.contention.share("intra", "inter"), meets, True),
-        computes_beside=Datum(1.0, meets, True),
-        links_beside=Datum(1.0, meets, True),
+        cards=SourcedValue(1, "FSMoE Table 3"),
+        contention=SourcedValue(testbed.costs.contention.speed_fraction("intra", "inter"), meets, True),
+        computes_beside=SourcedValue(1.0, meets, True),
+        links_beside=SourcedValue(1.0, meets, True),
     )
 
 
@@ -391,38 +401,52 @@ MACHINES = {
         "DGX H100, 8 GPUs per node, InfiniBand NDR",
         8,
         "bf16",
-        memory_bytes=Datum(80e9, "NVIDIA H100 data sheet: 80 GB"),
-        flops=Datum(7.94e14, f"{_HERE}: 8192³ product", bounds=(6.5e14, 8e14)),  # bounds: grouped products
-        copied_bytes_per_s=Datum(3.03e12 / 2, f"{_HERE}: large copy, 3.03 TB/s read and written"),
+        memory_bytes=SourcedValue(80e9, "NVIDIA H100 data sheet: 80 GB"),
+        flops=SourcedValue(
+            7.94e14, f"{_OWN_MEASUREMENTS}: 8192³ product", bounds=(6.5e14, 8e14)
+        ),  # bounds: grouped products
+        copied_bytes_per_s=SourcedValue(3.03e12 / 2, f"{_OWN_MEASUREMENTS}: large copy, 3.03 TB/s read and written"),
         intra=Link(
-            _NVLINK_S,
-            Datum(450e9, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"),
+            _NVLINK_MESSAGE_S,
+            SourcedValue(450e9, "NVIDIA H100 data sheet: NVLink 900 GB/s both ways"),
             # Bounds: one-sided stores between two H100s reach 419 of 450 GB/s.
-            Datum(
+            SourcedValue(
                 0.77,
-                f"{_DEEPEP}: 153 of 200 GB/s NVLink bandwidth in one direction; not measured on an H100",
+                f"{_DEEPEP_SOURCE}: 153 of 200 GB/s NVLink bandwidth in one direction; not measured on an H100",
                 True,
                 (0.77, 0.93),
             ),
         ),
-        inter=Link(_NETWORK_S, Datum(50e9, "NVIDIA DGX H100 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
-        cards=Datum(8, "NVIDIA DGX H100 user guide: eight for the compute fabric"),
+        inter=Link(
+            _NETWORK_MESSAGE_S,
+            SourcedValue(50e9, "NVIDIA DGX H100 user guide: ConnectX-7, 400 Gb/s"),
+            _NETWORK_EFFICIENCY,
+        ),
+        cards=SourcedValue(8, "NVIDIA DGX H100 user guide: eight for the compute fabric"),
     ),
     "gb200-nvl72": Machine(
         "GB200 NVL72, 64 of a rack's 72 GPUs, InfiniBand NDR",  # numbers of experts are powers of two
         64,
         "bf16",
-        memory_bytes=Datum(186e9, "NVIDIA GB200 NVL72 data sheet: 13.4 TB on 72 GPUs"),
-        flops=Datum(0.8 * 2.5e15, f"NVIDIA GB200 data sheet: 2.5 PFLOP/s dense; {_H100_SHARE}, 80%", True),
-        copied_bytes_per_s=Datum(0.9 * 8e12 / 2, f"NVIDIA GB200 data sheet: 8 TB/s; {_H100_SHARE}, 90%", True),
-        intra=Link(
-            _NVLINK_S,
-            Datum(900e9, "NVIDIA GB200 NVL72 data sheet: NVLink 1.8 TB/s both ways"),
-            Datum(0.77, f"{_DEEPEP}; not measured on a GB200", True),
+        memory_bytes=SourcedValue(186e9, "NVIDIA GB200 NVL72 data sheet: 13.4 TB on 72 GPUs"),
+        flops=SourcedValue(
+            0.8 * 2.5e15, f"NVIDIA GB200 data sheet: 2.5 PFLOP/s dense; {_H100_SHARE_SOURCE}, 80%", True
         ),
-        inter=Link(_NETWORK_S, Datum(50e9, "NVIDIA DGX GB200 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
+        copied_bytes_per_s=SourcedValue(
+            0.9 * 8e12 / 2, f"NVIDIA GB200 data sheet: 8 TB/s; {_H100_SHARE_SOURCE}, 90%", True
+        ),
+        intra=Link(
+            _NVLINK_MESSAGE_S,
+            SourcedValue(900e9, "NVIDIA GB200 NVL72 data sheet: NVLink 1.8 TB/s both ways"),
+            SourcedValue(0.77, f"{_DEEPEP_SOURCE}; not measured on a GB200", True),
+        ),
+        inter=Link(
+            _NETWORK_MESSAGE_S,
+            SourcedValue(50e9, "NVIDIA DGX GB200 user guide: ConnectX-7, 400 Gb/s"),
+            _NETWORK_EFFICIENCY,
+        ),
         # Four GPUs per tray; its two BlueField-3 are for storage and management.
-        cards=Datum(
+        cards=SourcedValue(
             64, "NVIDIA DGX GB200 user guide, compute trays: 4 ConnectX-7 single port 400G for the cluster network"
         ),
     ),
@@ -430,20 +454,24 @@ MACHINES = {
         "EC2 p4d.24xlarge, 8 A100 (40 GB) per node, Ethernet (EFA)",
         8,
         "bf16",
-        memory_bytes=Datum(40e9, "AWS, P4d instances: 40 GB per A100"),
-        flops=Datum(0.8 * 3.12e14, f"NVIDIA A100 data sheet: 312 TFLOP/s dense; {_H100_SHARE}, 80%", True),
-        copied_bytes_per_s=Datum(0.9 * 1.555e12 / 2, f"NVIDIA A100 data sheet: 1,555 GB/s; {_H100_SHARE}, 90%", True),
+        memory_bytes=SourcedValue(40e9, "AWS, P4d instances: 40 GB per A100"),
+        flops=SourcedValue(
+            0.8 * 3.12e14, f"NVIDIA A100 data sheet: 312 TFLOP/s dense; {_H100_SHARE_SOURCE}, 80%", True
+        ),
+        copied_bytes_per_s=SourcedValue(
+            0.9 * 1.555e12 / 2, f"NVIDIA A100 data sheet: 1,555 GB/s; {_H100_SHARE_SOURCE}, 90%", True
+        ),
         intra=Link(
-            _NVLINK_S,
-            Datum(300e9, "NVIDIA A100 data sheet: NVLink 600 GB/s both ways"),
-            Datum(0.78, f"{_NCCL}: 235 GB/s at most on GPUs of this generation"),
+            _NVLINK_MESSAGE_S,
+            SourcedValue(300e9, "NVIDIA A100 data sheet: NVLink 600 GB/s both ways"),
+            SourcedValue(0.78, f"{_NCCL_SOURCE}: 235 GB/s at most on GPUs of this generation"),
         ),
         inter=Link(
-            Datum(5.4e-6, "twice NCCL's value for InfiniBand", True),
-            Datum(12.5e9, "AWS, P4d instances: 400 Gb/s, over four cards"),
-            Datum(0.86, f"{_DEEPEP}; not measured over EFA", True),
+            SourcedValue(5.4e-6, "twice NCCL's value for InfiniBand", True),
+            SourcedValue(12.5e9, "AWS, P4d instances: 400 Gb/s, over four cards"),
+            SourcedValue(0.86, f"{_DEEPEP_SOURCE}; not measured over EFA", True),
         ),
-        cards=Datum(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
+        cards=SourcedValue(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
     ),
     "fsmoe-a": _testbed_machine("A", "FSMoE testbed A: 8 RTX A6000 per node, 200 Gb/s", 25e9, 768e9, 48e9),
     "fsmoe-b": _testbed_machine("B", "FSMoE testbed B: 4 RTX 2080 Ti per node, 100 Gb/s", 12.5e9, 616e9, 11e9),

@@ -18,14 +18,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, TaskDurations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times, pass_bound_s
 from fusedmoe.schedule.task import LINKS, PIPELINE, Task, TaskKind
 
 Orders = dict[str, list[Task]]
-Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
+TaskOrder = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
 
 
 def three_queues(
@@ -38,7 +38,7 @@ def three_queues(
         degree: number of chunks.
         buckets: gradient all-reduces, between the dispatches and the combines.
     """
-    there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
+    there, gathered, experts, reduced, back = _chunk_tasks(kinds, degree, phase, layer)
     return {"compute": experts, "intra": gathered + reduced, "inter": [*there, *buckets, *back]}
 
 
@@ -46,9 +46,9 @@ def alternating(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
     """Return the order of `three_queues`, but each reduce-scatter follows the next chunk's all-gather."""
-    there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
+    there, gathered, experts, reduced, back = _chunk_tasks(kinds, degree, phase, layer)
     # If intra-node links are the bottleneck, the last all-gather delays no ready chunk.
-    intra = [*gathered[:1], *_interleave(gathered[1:], reduced[:-1]), *reduced[-1:]]
+    intra = [*gathered[:1], *_interleave_tasks(gathered[1:], reduced[:-1]), *reduced[-1:]]
     return {"compute": experts, "intra": intra, "inter": [*there, *buckets, *back]}
 
 
@@ -56,15 +56,18 @@ def one_queue(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, buckets: Iterable[Task] = ()
 ) -> Orders:
     """Return an order in which collectives never overlap: all are in one queue, each all-gather after its dispatch."""
-    there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
-    return {"compute": experts, "inter": [*_interleave(there, gathered), *buckets, *_interleave(reduced, back)]}
+    there, gathered, experts, reduced, back = _chunk_tasks(kinds, degree, phase, layer)
+    return {
+        "compute": experts,
+        "inter": [*_interleave_tasks(there, gathered), *buckets, *_interleave_tasks(reduced, back)],
+    }
 
 
-def _chunks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
+def _chunk_tasks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
     return [[Task(part, chunk, layer, phase) for chunk in range(degree) if part in kinds] for part in PIPELINE]
 
 
-def _interleave(first: list[Task], second: list[Task]) -> list[Task]:
+def _interleave_tasks(first: list[Task], second: list[Task]) -> list[Task]:
     if not (first and second):
         return first or second
     return [task for pair in zip(first, second, strict=True) for task in pair]
@@ -101,7 +104,7 @@ def choose_degree(
     chunks: Mapping[str, StageTime],
     gar: float = 0.0,
     *,
-    order: Order = three_queues,
+    order: TaskOrder = three_queues,
     contention: Contention = NO_CONTENTION,
     max_degree: int = MAX_DEGREE,
     least: int = 1,
@@ -137,25 +140,25 @@ def pass_s(
     degree: int,
     gar: float = 0.0,
     *,
-    order: Order = three_queues,
+    order: TaskOrder = three_queues,
     contention: Contention = NO_CONTENTION,
 ) -> float:
     if _has_closed_form(order, contention):
         closed_s = one_queue_s if order is one_queue else three_queues_s
         return closed_s(degree, chunk_times(chunks, degree), gar)
-    plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
+    plan = _make_pass_plan(order, tuple(chunks), degree, gar > 0)
     of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {TaskKind.GRADIENT_ALL_REDUCE: gar}
-    return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
+    return makespan(plan, TaskDurations({task: of[task.kind] for task in plan}, contention))
 
 
-def _has_closed_form(order: Order, contention: Contention) -> bool:
+def _has_closed_form(order: TaskOrder, contention: Contention) -> bool:
     if order is one_queue:
-        return not any(contention.disturbs(("compute", link)) for link in LINKS.values())
+        return not any(contention.slows_any(("compute", link)) for link in LINKS.values())
     return order is three_queues and contention == NO_CONTENTION
 
 
 @lru_cache(maxsize=1024)
-def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
+def _make_pass_plan(order: TaskOrder, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
     buckets = [Task(TaskKind.GRADIENT_ALL_REDUCE, 0, 1, "backward")] if with_gradient else []
     return Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
 

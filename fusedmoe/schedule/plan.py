@@ -40,39 +40,41 @@ from fusedmoe.schedule.task import (
     SYMBOLS,
     Task,
     TaskKind,
-    followers_of,
+    invert_dependencies,
     issue_order,
     resources_of,
     standard_dependencies,
 )
 
-_SYMBOLS = {kind: symbol or kind for kind, symbol in SYMBOLS.items()}
-_KINDS = {symbol: kind for kind, symbol in _SYMBOLS.items()}
-_LETTERS = {"forward": "f", "backward": "b", None: ""}
-_PHASES = {letter: phase for phase, letter in _LETTERS.items()}
+_SYMBOL_BY_KIND = {kind: symbol or kind for kind, symbol in SYMBOLS.items()}
+_KIND_BY_SYMBOL = {symbol: kind for kind, symbol in _SYMBOL_BY_KIND.items()}
+_LETTER_BY_PHASE = {"forward": "f", "backward": "b", None: ""}
+_PHASE_BY_LETTER = {letter: phase for phase, letter in _LETTER_BY_PHASE.items()}
 
-_WORD = re.compile(
+_TASK_PATTERN = re.compile(
     r"(?:(?P<phase>[fb]?)(?P<layer>\d{0,9})(?P<dot>\.))?(?P<kind>[A-Za-z]+)(?P<chunk>\d{0,9})(?:\((?P<size>\d{1,18})\))?",
     re.ASCII,
 )
 
-_DEFAULTS: tuple[int | None, str | None] = (0, "forward")
+_DEFAULT_LAYER_AND_PHASE: tuple[int | None, str | None] = (0, "forward")
 
 Orders = dict[str, tuple[Task, ...]]
 
 
 def task_name(task: Task) -> str:
     """Return a task's name with prefix, without size: b3.D0."""
-    return f"{_LETTERS[task.phase]}{'' if task.layer is None else task.layer}.{_short(task)}"
+    return f"{_LETTER_BY_PHASE[task.phase]}{'' if task.layer is None else task.layer}.{_name_without_prefix(task)}"
 
 
-def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
+def _format_plan(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
     places = {(task.layer, task.phase) for order in orders.values() for task in order}
     (layer, phase), word = places.pop() if len(places) == 1 else (None, None), task_name
     lines = []
     if layer is not None and phase is not None:
-        lines = [f"phase: {phase}"] * (phase != _DEFAULTS[1]) + [f"layer: {layer}"] * (layer != _DEFAULTS[0])
-        word = _short
+        lines = [f"phase: {phase}"] * (phase != _DEFAULT_LAYER_AND_PHASE[1]) + [f"layer: {layer}"] * (
+            layer != _DEFAULT_LAYER_AND_PHASE[0]
+        )
+        word = _name_without_prefix
     for resource, order in orders.items():
         words = [word(task) + ("" if task.size is None else f"({task.size})") for task in order]
         if words:
@@ -82,8 +84,8 @@ def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[T
     return "\n".join(lines)
 
 
-def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
-    layer, phase = _DEFAULTS
+def _parse_plan(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
+    layer, phase = _DEFAULT_LAYER_AND_PHASE
     orders: Orders = {}
     waits: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(source.splitlines(), start=1):
@@ -100,7 +102,7 @@ def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
         elif head in RESOURCES and colon:
             if head in orders:
                 raise ConfigError(f"plan, line {number}: {head!r} occurs twice; put all its tasks on one line")
-            orders[head] = tuple(_task(word, layer, phase, number) for word in words)
+            orders[head] = tuple(_parse_task(word, layer, phase, number) for word in words)
         elif head.startswith("after ") and colon:
             waits.append((number, head.removeprefix("after ").strip(), words))
         else:
@@ -112,7 +114,7 @@ def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
     for number, word, words in waits:
         tasks = []
         for each in (word, *words):
-            task = _task(each, layer, phase, number)
+            task = _parse_task(each, layer, phase, number)
             if task[:4] not in named:
                 raise ConfigError(f"plan, line {number}: {each} is not in the plan; add it to a resource")
             tasks.append(named[task[:4]])
@@ -120,21 +122,27 @@ def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
     return orders, after
 
 
-def _task(word: str, layer: int | None, phase: str | None, line: int) -> Task:
-    match = _WORD.fullmatch(word)
-    if match is None or match["kind"] not in _KINDS:
-        known = " ".join(_KINDS)
+def _parse_task(word: str, layer: int | None, phase: str | None, line: int) -> Task:
+    match = _TASK_PATTERN.fullmatch(word)
+    if match is None or match["kind"] not in _KIND_BY_SYMBOL:
+        known = " ".join(_KIND_BY_SYMBOL)
         raise ConfigError(f"plan, line {line}: {word!r} is not a task such as D0 or b3.AR1(4096); symbols: {known}")
     if match["dot"]:
-        phase, layer = _PHASES[match["phase"]], _integer(match["layer"])
-    return Task(_KINDS[match["kind"]], _integer(match["chunk"]), layer, phase, _integer(match["size"]))
+        phase, layer = _PHASE_BY_LETTER[match["phase"]], _parse_optional_int(match["layer"])
+    return Task(
+        _KIND_BY_SYMBOL[match["kind"]],
+        _parse_optional_int(match["chunk"]),
+        layer,
+        phase,
+        _parse_optional_int(match["size"]),
+    )
 
 
-def _short(task: Task) -> str:
-    return f"{_SYMBOLS[task.kind]}{'' if task.chunk is None else task.chunk}"
+def _name_without_prefix(task: Task) -> str:
+    return f"{_SYMBOL_BY_KIND[task.kind]}{'' if task.chunk is None else task.chunk}"
 
 
-def _integer(digits: str | None) -> int | None:
+def _parse_optional_int(digits: str | None) -> int | None:
     return int(digits) if digits else None
 
 
@@ -182,9 +190,9 @@ class Plan:
             object.__setattr__(self, resource, tuple(getattr(self, resource)))
         _check_tasks(self.orders)
         standard = standard_dependencies(self.tasks)
-        object.__setattr__(self, "after", _changed(standard, self.after))
+        object.__setattr__(self, "after", _nonstandard_dependencies(standard, self.after))
         object.__setattr__(self, "dependencies", {**standard, **self.after})
-        sequence, before = _sequence(self)
+        sequence, before = _topological_sequence(self)
         object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "before", before)
 
@@ -228,7 +236,7 @@ class Plan:
         Fused operations have the index of compute.
         """
         on = (self.resources[task][0] for task in self.sequence)
-        return followers_of(self.before), [RESOURCES.index(resource) for resource in on]
+        return invert_dependencies(self.before), [RESOURCES.index(resource) for resource in on]
 
     @cached_property
     def works(self) -> list[int]:
@@ -276,7 +284,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the text form (module docstring); `parse` is the inverse."""
-        return _write(self.orders, self.after)
+        return _format_plan(self.orders, self.after)
 
     @classmethod
     def from_orders(
@@ -289,10 +297,10 @@ class Plan:
     @classmethod
     def parse(cls, source: str) -> Plan:
         """Parse the text form. Raises `ConfigError` with the line number."""
-        return cls.from_orders(*_read(source))
+        return cls.from_orders(*_parse_plan(source))
 
 
-def _changed(
+def _nonstandard_dependencies(
     standard: Mapping[Task, tuple[Task, ...]], after: Mapping[Task, Iterable[Task]]
 ) -> dict[Task, tuple[Task, ...]]:
     changed = {}
@@ -307,7 +315,7 @@ def _changed(
     return dict(sorted(changed.items(), key=lambda item: task_name(item[0])))
 
 
-def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
+def _topological_sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
     # Inter has the lowest indices: among tasks that start together, collectives are issued first.
     tasks = tuple(dict.fromkeys((*plan.inter, *plan.intra, *plan.compute)))
     number = {task: index for index, task in enumerate(tasks)}
@@ -316,10 +324,10 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
         for earlier, index in pairwise(number[task] for task in order):
             if earlier not in before[index]:
                 before[index].append(earlier)
-    places = issue_order(before, followers_of(before))
+    places = issue_order(before, invert_dependencies(before))
     if len(places) != len(tasks):
         stuck = set(tasks) - {tasks[index] for index in places}
-        raise ConfigError(_cycle(plan.orders, plan.dependencies, stuck))
+        raise ConfigError(_describe_cycle(plan.orders, plan.dependencies, stuck))
     place = {index: position for position, index in enumerate(places)}
     sequence = tuple(tasks[index] for index in places)
     return sequence, tuple(tuple(place[waited] for waited in before[index]) for index in places)
@@ -359,7 +367,9 @@ def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
         _check_chunks(place, by_kind)
 
 
-def _cycle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Sequence[Task]], stuck: set[Task]) -> str:
+def _describe_cycle(
+    orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Sequence[Task]], stuck: set[Task]
+) -> str:
     links = [(earlier, task, resource) for resource, tasks in orders.items() for earlier, task in pairwise(tasks)]
     seen: dict[Task, int] = {}
     path: list[tuple[str, str]] = []

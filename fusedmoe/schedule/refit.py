@@ -18,20 +18,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, Observed, Sample, fit, fit_nonnegative_line
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Line, MeasuredPart, Observed, fit, fit_nonnegative_line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges, map_shared
-from fusedmoe.schedule.task import COUNTS, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import COUNT_EXCHANGE, PHASES, PIPELINE, RESOURCES, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Span, Timeline, idle_s
 
 # Clock resolution.
-_TICK_S = 1e-9
+_CLOCK_RESOLUTION_S = 1e-9
 # Kinds that the plan runs, or autograd in its place.
 _PLANNED_KINDS = frozenset((TaskKind.ATTENTION, *PIPELINE, *WEIGHT_GRADIENTS.values()))
 
 
-def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
+def observe_task_times(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
     """Return task times without contention of steps that followed a plan: means over the median third of the steps.
 
     All parts are averaged over the same steps. Medians per part would omit delays that hit another part in each step.
@@ -43,9 +43,9 @@ def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -
     """
     by_length = sorted(steps, key=_step_s)
     disturbed = len(steps) // 3  # shortest and longest steps to drop
-    taken: dict[Sample, list[float]] = {}
+    taken: dict[MeasuredPart, list[float]] = {}
     for timelines in by_length[disturbed : len(steps) - disturbed]:
-        for sample, seconds in _samples(plan, costs, timelines, costs.contention).items():
+        for sample, seconds in _task_times_by_part(plan, costs, timelines, costs.contention).items():
             taken.setdefault(sample, []).append(statistics.mean(seconds))
     return Observed({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
 
@@ -54,7 +54,7 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
     return max(timeline.end_s for timeline in timelines)
 
 
-class Row(NamedTuple):
+class PartComparison(NamedTuple):
     """Total seconds of one part of a step; None if it is not predicted or not measured."""
 
     part: str
@@ -66,7 +66,7 @@ class Row(NamedTuple):
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
 
 
-def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
+def compare_parts(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[PartComparison]:
     """Compare predicted and measured times of all parts of a step with contention; the last row is the whole step.
 
     `timelines`: of all ranks, starting at the beginning of the step.
@@ -76,11 +76,11 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
         part = _part_name(span.kind, span.phase)
         predicted[part] = predicted.get(part, 0.0) + span.duration_s
     measured: dict[str, float] = {}
-    for sample, tasks_s in _samples(plan, costs, timelines).items():
+    for sample, tasks_s in _task_times_by_part(plan, costs, timelines).items():
         part = _part_name(sample.kind, sample.phase)
         measured[part] = measured.get(part, 0.0) + sum(tasks_s)
     # The last synchronization reduces the gradients that no task has reduced. `refit` adds it to the optimizer.
-    timeline, part = _slowest_spans(timelines), _part_name(TaskKind.GRADIENT_ALL_REDUCE, "backward")
+    timeline, part = _slowest_rank_spans(timelines), _part_name(TaskKind.GRADIENT_ALL_REDUCE, "backward")
     reduced = [span for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     if part in predicted and (last := [span for span in reduced if span.layer is None]):
         began_s = max((span.end_s for span in reduced if span.layer is not None), default=0.0)
@@ -89,15 +89,17 @@ def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list
         measured.pop(TaskKind.OPTIMIZER, None)
         if any(span.kind == TaskKind.OPTIMIZER for span in timeline.spans):
             measured[TaskKind.OPTIMIZER] = max(0.0, timeline.end_s - max(span.end_s for span in last))
-    rows = [Row(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])]
-    return [*rows, Row("step", makespan(plan, costs), _step_s(timelines))]
+    rows = [
+        PartComparison(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])
+    ]
+    return [*rows, PartComparison("step", makespan(plan, costs), _step_s(timelines))]
 
 
 def _part_name(kind: str, phase: str | None) -> str:
     return kind if phase is None else f"{kind} {phase}"
 
 
-def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
+def _slowest_rank_spans(timelines: Sequence[Timeline]) -> Timeline:
     # From the latest start to the latest end over ranks: an early rank's wait for a late rank counts once, in the task
     # that made the rank late.
     last: dict[tuple[object, ...], Span] = {}
@@ -109,7 +111,7 @@ def _slowest_spans(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-def _numbered_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, str | None], int]) -> Timeline:
+def _number_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, str | None], int]) -> Timeline:
     """Number the chunks of a step without a schedule, whose spans are the single chunks of the plan's tasks."""
     if any(span.kind in PIPELINE and span.chunk is not None for span in timeline.spans):
         return timeline
@@ -122,15 +124,15 @@ def _numbered_chunks(timeline: Timeline, counts: Mapping[tuple[str, int | None, 
     return replace(timeline, spans=tuple(spans))
 
 
-def _samples(
+def _task_times_by_part(
     plan: Plan, costs: StepCosts, timelines: Sequence[Timeline], contention: Contention | None = None
-) -> dict[Sample, list[float]]:
+) -> dict[MeasuredPart, list[float]]:
     """Return the seconds of each task of one step over all ranks, by sample.
 
     `contention`: removed from the times, as is rechunking between different degrees of the passes; None: keep both.
     """
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
-    timeline = _numbered_chunks(_slowest_spans(timelines), counts)
+    timeline = _number_chunks(_slowest_rank_spans(timelines), counts)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PLANNED_KINDS} | carried.keys()
     # Autograd runs unchunked attention, also in layers without experts.
@@ -142,17 +144,17 @@ def _samples(
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    tasks: dict[Task, tuple[Sample, float]] = {}
-    shared = _times_outside_tasks(timeline, is_of_plan)
+    tasks: dict[Task, tuple[MeasuredPart, float]] = {}
+    shared = _measure_times_outside_tasks(timeline, is_of_plan)
     spans = [span for span in timeline.spans if is_of_plan(span)]
     for span, seconds in zip(spans, _uncontended_s(spans, contention or NO_CONTENTION), strict=True):
         kind, chunk, layer, phase = span.kind, span.chunk, span.layer, span.phase
         task = Task(kind, chunk, layer, phase)
         if kind == TaskKind.ATTENTION and chunk is None:
-            shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
+            shared[MeasuredPart(kind, phase)] = shared.get(MeasuredPart(kind, phase), 0.0) + seconds
             continue
         if kind == TaskKind.GRADIENT_ALL_REDUCE:
-            sample = Sample(kind, phase, carried[kind, chunk, layer, phase])
+            sample = MeasuredPart(kind, phase, carried[kind, chunk, layer, phase])
         else:
             assert layer is not None
             there, back = (degrees.get((one, layer)) for one in PHASES)
@@ -160,9 +162,9 @@ def _samples(
             if alone and there and back and there != back:
                 seconds = max(0.0, seconds - costs.layers[layer].rechunk_s / back)
             has_w_tasks = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
-            sample = Sample(kind, phase, counts[kind, layer, phase], has_w_tasks)
+            sample = MeasuredPart(kind, phase, counts[kind, layer, phase], has_w_tasks)
         tasks[task] = sample, seconds
-    after = Sample(TaskKind.OPTIMIZER, None)
+    after = MeasuredPart(TaskKind.OPTIMIZER, None)
     if after in shared:
         # Gradients without a task are reduced at the end of the step.
         late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in tasks)
@@ -170,7 +172,7 @@ def _samples(
     for sample, seconds in shared.items():
         each = [None] if sample.phase is None else range(layers)
         tasks |= {Task(sample.kind, None, layer, sample.phase): (sample, seconds / len(each)) for layer in each}
-    samples: dict[Sample, list[float]] = {}
+    samples: dict[MeasuredPart, list[float]] = {}
     for sample, seconds in tasks.values():
         samples.setdefault(sample, []).append(seconds)
     return samples
@@ -192,7 +194,7 @@ def _uncontended_s(spans: Sequence[Span], contention: Contention) -> list[float]
     return [at[span.end_s][place] - at[span.start_s][place] for span, place in zip(spans, on, strict=True)]
 
 
-def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[Sample, float]:
+def _measure_times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool]) -> dict[MeasuredPart, float]:
     """Return the seconds of a step within, between and after the passes but outside its tasks."""
     # Without a loss, the end of a pass is unknown.
     losses = [span for span in timeline.spans if span.kind == TaskKind.LOSS]
@@ -205,22 +207,26 @@ def _times_outside_tasks(timeline: Timeline, is_of_plan: Callable[[Span], bool])
         (span.start_s for span in reduced if not is_of_plan(span)), default=min(after, default=timeline.end_s)
     )
     reduced_s = max((span.end_s for span in reduced if is_of_plan(span)), default=0.0)
-    counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= loss_start_s]
-    beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNTS)
+    counts = [span for span in timeline.spans if span.kind == COUNT_EXCHANGE and span.end_s <= loss_start_s]
+    beside = (TaskKind.GRADIENT_ALL_REDUCE, COUNT_EXCHANGE)
     work = counts + [span for span in timeline.spans if span.kind not in beside and is_of_plan(span)]
     around = {
-        Sample(TaskKind.OTHER, "forward"): idle_s(work, 0.0, loss_start_s),
-        Sample(TaskKind.LOSS, None): loss_end_s - loss_start_s,
-        Sample(TaskKind.OTHER, "backward"): idle_s(work, loss_end_s, passed_s),
-        Sample(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
+        MeasuredPart(TaskKind.OTHER, "forward"): idle_s(work, 0.0, loss_start_s),
+        MeasuredPart(TaskKind.LOSS, None): loss_end_s - loss_start_s,
+        MeasuredPart(TaskKind.OTHER, "backward"): idle_s(work, loss_end_s, passed_s),
+        MeasuredPart(TaskKind.OPTIMIZER, None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
-    return {Sample(COUNTS, "forward"): sum(span.duration_s for span in counts), **around} if counts else around
+    return (
+        {MeasuredPart(COUNT_EXCHANGE, "forward"): sum(span.duration_s for span in counts), **around}
+        if counts
+        else around
+    )
 
 
 def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepCosts:
     """Return step costs fitted to measured times of these layers. `row_ratio`: measured rows / rows of these costs."""
-    between, after = (observed.seconds.get(Sample(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
-    before, back = (_outside_tasks_s(observed, phase) for phase in PHASES)
+    between, after = (observed.seconds.get(MeasuredPart(kind, None)) for kind in (TaskKind.LOSS, TaskKind.OPTIMIZER))
+    before, back = (_observed_outside_tasks_s(observed, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / row_ratio
     optimizer_s = costs.optimizer_s if after is None else after
     # Times outside of micro-batches are before and after all layers.
@@ -238,7 +244,7 @@ def refit(costs: StepCosts, observed: Observed, row_ratio: float = 1.0) -> StepC
 
 def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s: float) -> LayerCosts:
     def fitted(part: StageTime, kind: str, phase: str, has_w_tasks: bool = False) -> StageTime:
-        time = _refit_stage(part, observed.get(kind, phase, has_w_tasks), row_ratio)
+        time = _refit_stage_time(part, observed.get(kind, phase, has_w_tasks), row_ratio)
         # No task takes less than the executor's overhead.
         return time if time is part else replace(time, alpha_s=max(time.alpha_s, task_s))
 
@@ -252,21 +258,21 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
     micro = layer.micro
     if micro is None:
         for phase, part_s in dense_s.items():
-            for kind, of_rows in ((TaskKind.OTHER, row_ratio), (COUNTS, 1.0)):
-                if (around_s := observed.seconds.get(Sample(kind, phase))) is not None:
+            for kind, of_rows in ((TaskKind.OTHER, row_ratio), (COUNT_EXCHANGE, 1.0)):
+                if (around_s := observed.seconds.get(MeasuredPart(kind, phase))) is not None:
                     part_s[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
     dense = all_fitted(micro.dense)
     # Without a step's loss to add them to, times outside of tasks are added to attention.
     for phase, of_phase in dense.items():
-        around_s = _outside_tasks_s(observed, phase)
+        around_s = _observed_outside_tasks_s(observed, phase)
         if (
             around_s is not None
             and TaskKind.ATTENTION in of_phase
-            and Sample(TaskKind.LOSS, None) not in observed.seconds
+            and MeasuredPart(TaskKind.LOSS, None) not in observed.seconds
         ):
             of_phase[TaskKind.ATTENTION] += StageTime(0.0, around_s / row_ratio)
-    weights, apart_s = dict(micro.weights), micro.apart_s
+    weights, apart_s = dict(micro.weights), micro.w_task_overhead_s
     for kind, part in micro.weights.items():
         where, before = (chunks, layer.chunks) if kind in PIPELINE else (dense, micro.dense)
         whole, predicted = where["backward"][kind], before["backward"][kind]
@@ -289,26 +295,26 @@ def _refit_layer(layer: LayerCosts, observed: Observed, row_ratio: float, task_s
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
 
 
-def _outside_tasks_s(observed: Observed, phase: str) -> float | None:
-    around_s = observed.seconds.get(Sample(TaskKind.OTHER, phase))
-    return None if around_s is None else around_s + observed.seconds.get(Sample(COUNTS, phase), 0.0)
+def _observed_outside_tasks_s(observed: Observed, phase: str) -> float | None:
+    around_s = observed.seconds.get(MeasuredPart(TaskKind.OTHER, phase))
+    return None if around_s is None else around_s + observed.seconds.get(MeasuredPart(COUNT_EXCHANGE, phase), 0.0)
 
 
-def _refit_stage(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
+def _refit_stage_time(part: StageTime, points: Mapping[int, float], row_ratio: float) -> StageTime:
     """Fit a predicted stage time to `points`, measured seconds of one chunk by number of chunks, if there are any."""
     if not points:
         return part
     # Several numbers of chunks separate start-up from work.
     if len(points) > 1:
-        return _fit_stage(
-            [(row_ratio / count, max(seconds, _TICK_S)) for count, seconds in points.items()], part.alpha_s
+        return _fit_stage_time(
+            [(row_ratio / count, max(seconds, _CLOCK_RESOLUTION_S)) for count, seconds in points.items()], part.alpha_s
         )
     ((count, seconds),) = points.items()
     expected_s = part.seconds(count / row_ratio)
     return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / row_ratio)
 
 
-def _fit_stage(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
+def _fit_stage_time(points: Sequence[tuple[float, float]], start_s: float) -> StageTime:
     """Fit a stage time to `points`: pairs of a fraction of all rows and its seconds. `start_s`: predicted start-up."""
     if fit(points).alpha_s >= 0:
         line = fit_nonnegative_line(points)

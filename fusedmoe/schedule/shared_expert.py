@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import TaskDurations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.task import FUSED, Task, TaskKind
@@ -14,7 +14,7 @@ _PARTS = (1, 2, 4)
 
 
 def with_shared_expert(
-    plan: Plan, phase: str, costs: Durations | None = None, part_s: Callable[[int], float] | None = None
+    plan: Plan, phase: str, costs: TaskDurations | None = None, part_s: Callable[[int], float] | None = None
 ) -> Plan:
     """Return the plan of one layer's pass with the shared expert, where the predicted pass is shortest.
 
@@ -34,7 +34,7 @@ def with_shared_expert(
     best, best_s = plan, float("inf")
     for count in _PARTS:
         tasks = [Task(TaskKind.SHARED_EXPERT, None if count == 1 else i, layer, phase) for i in range(count)]
-        known = Durations({**costs.given, **dict.fromkeys(tasks, part_s(count))}, costs.contention)
+        known = TaskDurations({**costs.durations_s, **dict.fromkeys(tasks, part_s(count))}, costs.contention)
         candidate, start = plan, _first_expert(plan)
         for task in tasks:  # each where the pass is shortest, after the previous one
             places = range(start, len(candidate.compute) + 1)

@@ -23,13 +23,13 @@ from fusedmoe.schedule.timeline import Span, Timeline
 #: Relative tolerance for equal times: sums in another order differ by less.
 ROUNDING = 1e-9
 
-_COUNT, _NEVER = len(RESOURCES), math.inf
+_NUM_RESOURCES, _NEVER_S = len(RESOURCES), math.inf
 
 #: Added to a task's resource index: the task starts only if its resource would be idle.
-IDLE_ONLY = _COUNT
+IDLE_ONLY = _NUM_RESOURCES
 
 # Kinds on which no task of a later pass depends.
-_OUTSIDE_PASSES = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
+_KINDS_OUTSIDE_PASSES = frozenset((TaskKind.GRADIENT_ALL_REDUCE, *WEIGHT_GRADIENTS.values()))
 
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
@@ -37,7 +37,7 @@ def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
 
     Raises `ConfigError` with the task's name if its duration is missing, negative or not finite.
     """
-    starts, ends = _times(plan, costs)
+    starts, ends = _start_and_end_times(plan, costs)
     # An all-gather's span is intra-node even if one queue serves both links.
     occupied = (resources_of(task.kind) for task in plan.sequence)
     spans = tuple(
@@ -49,7 +49,7 @@ def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
 
 def makespan(plan: Plan, costs: Costs) -> float:
     """Return the end of the last task in seconds, faster than `simulate`."""
-    return max(_times(plan, costs)[1], default=0.0)
+    return max(_start_and_end_times(plan, costs)[1], default=0.0)
 
 
 def fastest_plan(plans: Sequence[Plan], costs: Costs) -> Plan:
@@ -111,15 +111,17 @@ def layer_passes(plan: Plan, timeline: Timeline) -> list[LayerPass]:
     reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == TaskKind.GRADIENT_ALL_REDUCE]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
-        if span.phase in PHASES and span.layer is not None and span.kind not in _OUTSIDE_PASSES:
+        if span.phase in PHASES and span.layer is not None and span.kind not in _KINDS_OUTSIDE_PASSES:
             own.setdefault((span.phase, span.layer), []).append(span)
     passes: list[LayerPass] = []
     start_s = 0.0
     for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
         end_s = max(span.end_s for span in spans)
-        critical_s = {at: _overlap_s(path[at], start_s, end_s) for at in RESOURCES}
+        critical_s = {at: _total_overlap_s(path[at], start_s, end_s) for at in RESOURCES}
         degree = plan.degrees.get((phase, layer), 1)
-        passes.append(LayerPass(layer, phase, degree, start_s, end_s, critical_s, _overlap_s(reduces, start_s, end_s)))
+        passes.append(
+            LayerPass(layer, phase, degree, start_s, end_s, critical_s, _total_overlap_s(reduces, start_s, end_s))
+        )
         start_s = end_s
     return passes
 
@@ -132,7 +134,7 @@ def busy_intervals(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]
     return times
 
 
-def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
+def _start_and_end_times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     seconds, contention = costs.seconds(plan), costs.contention
     try:
         durations = [seconds[task] for task in plan.sequence]
@@ -142,16 +144,16 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
         raise ConfigError(f"simulate: invalid duration {seconds[bad]} s of {task_name(bad)}")
     # Without contention, starts follow from dependencies alone.
-    if plan.overlaps and contention.disturbs({RESOURCES[number] for number in plan.works}):
-        return run(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
-    return run_in_order(plan.before, durations)
+    if plan.overlaps and contention.slows_any({RESOURCES[number] for number in plan.works}):
+        return simulate_tasks(plan.before, *plan.graph, durations, speeds=contention.speeds, works=plan.works)
+    return simulate_in_order(plan.before, durations)
 
 
-def _overlap_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:
+def _total_overlap_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:
     return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in times)
 
 
-def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+def simulate_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return starts and ends of topologically ordered tasks, without resource limits or contention."""
     starts: list[float] = []
     ends: list[float] = []
@@ -162,7 +164,7 @@ def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> t
     return starts, ends
 
 
-def run(
+def simulate_tasks(
     before: Sequence[Sequence[int]],
     followers: Sequence[Iterable[int]],
     on: Sequence[int],
@@ -193,19 +195,19 @@ def run(
             rank[place] = number
     at = on if works is None else works
     waits = [len(found) for found in before]
-    ready: list[list[int]] = [[] for _ in range(2 * _COUNT)]
+    ready: list[list[int]] = [[] for _ in range(2 * _NUM_RESOURCES)]
     for number, place in enumerate(by_rank):
         if not waits[place]:
             ready[on[place]].append(number)  # sorted, hence a heap
-    queues = list(enumerate(ready[:_COUNT]))
-    spare = list(enumerate(ready[_COUNT:])) if max(on, default=0) >= IDLE_ONLY else []
+    queues = list(enumerate(ready[:_NUM_RESOURCES]))
+    spare = list(enumerate(ready[_NUM_RESOURCES:])) if max(on, default=0) >= IDLE_ONLY else []
     starts, ends = [0.0] * count, [0.0] * count
-    end = [_NEVER] * _COUNT  # end of the running task of each resource
-    running, known = [-1] * _COUNT, [-1] * _COUNT
+    end = [_NEVER_S] * _NUM_RESOURCES  # end of the running task of each resource
+    running, known = [-1] * _NUM_RESOURCES, [-1] * _NUM_RESOURCES
     # For each running task: the work left at its last change of speed, and the time of this change. A task that never
     # slows down ends at exactly start + duration.
-    left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, [1.0] * _COUNT
-    now, never = 0.0, _NEVER
+    left, since, speed = [0.0] * _NUM_RESOURCES, [0.0] * _NUM_RESOURCES, [1.0] * _NUM_RESOURCES
+    now, never = 0.0, _NEVER_S
     while True:
         for resource, heap in queues:
             if heap and end[resource] == never:
@@ -213,7 +215,7 @@ def run(
                 running[resource], starts[place] = place, now
                 end[resource] = now + seconds[place]
         if speeds is not None:
-            busy = [resource for resource in range(_COUNT) if end[resource] < never]
+            busy = [resource for resource in range(_NUM_RESOURCES) if end[resource] < never]
             work = [at[place] for place in running]
             together = 0
             for resource in busy:

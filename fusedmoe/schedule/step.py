@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.passes import GradientPartition, Order
+from fusedmoe.schedule.passes import GradientPartition, TaskOrder
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
 from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, STAGES, WEIGHT_GRADIENTS, Task, TaskKind, resources_of
@@ -24,7 +24,7 @@ ALIGNMENT = 256
 class ChunkedPass(NamedTuple):
     """Task order and number of chunks of one layer's pass."""
 
-    order: Order
+    order: TaskOrder
     degree: int
 
 
@@ -76,7 +76,7 @@ def step_plan(
         orders["inter"] += cutter.cut(beside, layer + 1)
     after = {}
     for layer in reversed(layers) if exposed else (0,):
-        buckets = cutter.cut(cutter.available(layer), layer)
+        buckets = cutter.cut(cutter.available_bytes(layer), layer)
         orders["inter"] += buckets
         if exposed:
             after.update({bucket: (orders["compute"][-1],) for bucket in buckets})
@@ -144,27 +144,27 @@ class BucketCutter:
     def __init__(self, gradient_bytes: Sequence[int]) -> None:
         self.start = 0
         self.ends = gradient_ends(gradient_bytes)
-        self._cut: dict[int, int] = {}
+        self._num_buckets_by_layer: dict[int, int] = {}
 
-    def available(self, layer: int) -> int:
+    def available_bytes(self, layer: int) -> int:
         """Return the bytes that are complete after the backward pass of `layer` and not yet in a bucket."""
         end = self.ends[layer] if layer < len(self.ends) else 0
         return max(0, end - self.start)
 
     def cut(self, size: float, layer: int) -> list[Task]:
         """Return the next bucket of about `size` bytes that are complete after `layer`; empty if there are none."""
-        ready = self.available(layer)
+        ready = self.available_bytes(layer)
         size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
         if size <= 0:
             return []
         self.start += size
         last = max(at for at, end in enumerate(self.ends) if end >= self.start)
-        number = self._cut.get(last, 0)
-        self._cut[last] = number + 1
+        number = self._num_buckets_by_layer.get(last, 0)
+        self._num_buckets_by_layer[last] = number + 1
         return [Task(TaskKind.GRADIENT_ALL_REDUCE, number, last, "backward", size)]
 
 
-def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
+def extract_layer_pass(plan: Plan, layer: int, phase: str) -> Plan:
     """Return one layer's pass of a plan: its chunks, and the gradient buckets between them."""
     orders = {}
     for resource, tasks in plan.orders.items():
@@ -176,7 +176,7 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     return Plan.from_orders(orders)
 
 
-def one_pass(plan: Plan, phase: str) -> Plan:
+def extract_phase(plan: Plan, phase: str) -> Plan:
     """Return one pass of all layers, with its gradient buckets and weight gradients."""
 
     def own(tasks: Iterable[Task]) -> tuple[Task, ...]:
@@ -195,7 +195,7 @@ def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
     return tuple(task for task in buckets if task.layer is not None and task.layer > layer and task not in plan.after)
 
 
-def pass_by_degree(order: Order, kinds: Collection[str], degree: int, phase: str) -> Plan:
+def pass_by_degree(order: TaskOrder, kinds: Collection[str], degree: int, phase: str) -> Plan:
     return Plan.from_orders(order(kinds, degree, phase, 0, ()))
 
 

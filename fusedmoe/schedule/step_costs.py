@@ -16,7 +16,7 @@ from fusedmoe.schedule.task import LINKS, PIPELINE, RESOURCES, WEIGHT_GRADIENTS,
 #: Default limit for the number of chunks.
 MAX_DEGREE = 16
 
-_SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
+_SOURCE_KIND_OF_W_TASK = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -89,7 +89,7 @@ class MicroBatches:
     # Weight-gradient part of the backward "expert" and "attention". Frozen parameters have no entry and no W tasks.
     weights: Mapping[str, StageTime]
     waits: bool = False
-    apart_s: float = 0.0  # extra time of the experts' backward with W tasks, which need saved activations
+    w_task_overhead_s: float = 0.0  # extra time of the experts' backward with W tasks, which need saved activations
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ class StepCosts:
             where = (kind, layer, phase)
             if where not in known:
                 without = (WEIGHT_GRADIENTS.get(kind), layer, phase) in counts
-                known[where] = self._task_s(task, counts[where], without)
+                known[where] = self._duration_of_task_s(task, counts[where], without)
                 there = counts.get((kind, layer, "forward"), counts[where])
                 if kind == TaskKind.EXPERT and phase == "backward" and there != counts[where] and layer is not None:
                     known[where] += self.layers[layer].rechunk_s / counts[where]
             result[task] = known[where]
         return result
 
-    def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
+    def _duration_of_task_s(self, task: Task, count: int, without_weights: bool) -> float:
         kind, chunk, layer, phase, _ = task
         if layer is None:
             wholes_s: dict[str, float | None] = {TaskKind.LOSS: self.loss_s, TaskKind.OPTIMIZER: self.optimizer_s}
@@ -190,27 +190,29 @@ class StepCosts:
         elif layer < len(self.layers) and phase is not None:
             if chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
                 return self.layers[layer].dense_s[phase][kind]
-            part = _part(self.layers[layer], phase, kind, without_weights)
+            part = _find_stage_time(self.layers[layer], phase, kind, without_weights)
             if part is not None:
                 return part.seconds(count)
         raise ConfigError(f"costs: no time for {task_name(task)} ({task.kind}); the plan does not match these layers")
 
 
-def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
+def _find_stage_time(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
     micro = layer.micro or MicroBatches({phase: {}}, {})
     if kind in PIPELINE:
         part = layer.chunks[phase].get(kind)
     elif kind == TaskKind.PERMUTE and micro.waits:
         part = StageTime(0.0, 0.0)
-    elif kind in _SOURCES:
-        part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
+    elif kind in _SOURCE_KIND_OF_W_TASK:
+        part = micro.weights.get(_SOURCE_KIND_OF_W_TASK[kind]) if phase == "backward" else None
     else:
         part = micro.dense[phase].get(kind)
     if part is None or not without_weights:
         return part
     if kind not in micro.weights:
         return None
-    return part + micro.weights[kind] * -1.0 + StageTime(0.0, micro.apart_s if kind == TaskKind.EXPERT else 0.0)
+    return (
+        part + micro.weights[kind] * -1.0 + StageTime(0.0, micro.w_task_overhead_s if kind == TaskKind.EXPERT else 0.0)
+    )
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:

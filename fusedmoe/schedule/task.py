@@ -72,41 +72,41 @@ FUSED: dict[str, tuple[str, ...]] = {
     _K.ALL_GATHER_EXPERT_REDUCE_SCATTER: PIPELINE[1:-1],
 }
 
-COUNTS: str = _K.COUNT_EXCHANGE
+COUNT_EXCHANGE: str = _K.COUNT_EXCHANGE
 
-_CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
+_CHUNKED_KINDS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
 #: Kinds of a layer's tasks in each pass, in execution order.
 STAGES: dict[str, tuple[str, ...]] = {
-    "forward": (_K.ATTENTION, _K.GATE, _K.PERMUTE, _K.OTHER, COUNTS, *_CHUNKS, _K.UNPERMUTE),
-    "backward": (_K.PERMUTE, *_CHUNKS, _K.UNPERMUTE, _K.OTHER, _K.GATE, _K.ATTENTION),
+    "forward": (_K.ATTENTION, _K.GATE, _K.PERMUTE, _K.OTHER, COUNT_EXCHANGE, *_CHUNKED_KINDS, _K.UNPERMUTE),
+    "backward": (_K.PERMUTE, *_CHUNKED_KINDS, _K.UNPERMUTE, _K.OTHER, _K.GATE, _K.ATTENTION),
 }
 
 #: W tasks by the kind they are split from, whose backward task then computes input gradients only.
 WEIGHT_GRADIENTS: dict[str, str] = {_K.EXPERT: _K.WEIGHT_GRADIENT, _K.ATTENTION: _K.ATTENTION_WEIGHT_GRADIENT}
 
 #: Sparse collectives: send expert parameters to replicas, and reduce gradients of replicas on the owners.
-GATHER: str
-REDUCE: str
-GATHER, REDUCE = _K.SPARSE_ALL_GATHER, _K.SPARSE_REDUCE_SCATTER
+SPARSE_GATHER: str
+SPARSE_REDUCE: str
+SPARSE_GATHER, SPARSE_REDUCE = _K.SPARSE_ALL_GATHER, _K.SPARSE_REDUCE_SCATTER
 
 #: The link of each kind that only transfers data. All other kinds compute.
 LINKS: dict[str, str] = {
-    COUNTS: "inter",
+    COUNT_EXCHANGE: "inter",
     _K.DISPATCH: "inter",
     _K.ALL_GATHER: "intra",
     _K.REDUCE_SCATTER: "intra",
     _K.COMBINE: "inter",
     _K.GRADIENT_ALL_REDUCE: "inter",
-    GATHER: "inter",
-    REDUCE: "inter",
+    SPARSE_GATHER: "inter",
+    SPARSE_REDUCE: "inter",
 }
 
 #: Symbols of the kinds in the text form of a plan: ``D0`` is the dispatch of chunk 0, ``DEC0`` a fused operation.
 SYMBOLS: dict[str, str] = {
     _K.GATE: "G",
     _K.PERMUTE: "P",
-    COUNTS: "CX",
+    COUNT_EXCHANGE: "CX",
     **dict(zip(PIPELINE, ("D", "AG", "E", "RS", "C"), strict=True)),
     _K.DISPATCH_EXPERT_COMBINE: "DEC",
     _K.ALL_GATHER_EXPERT_REDUCE_SCATTER: "AGERS",
@@ -116,14 +116,14 @@ SYMBOLS: dict[str, str] = {
     _K.WEIGHT_GRADIENT: "WG",
     _K.ATTENTION_WEIGHT_GRADIENT: "AWG",
     _K.GRADIENT_ALL_REDUCE: "AR",
-    GATHER: "SAG",
-    REDUCE: "SRS",
+    SPARSE_GATHER: "SAG",
+    SPARSE_REDUCE: "SRS",
     _K.LOSS: "L",
     _K.OPTIMIZER: "Opt",
     _K.OTHER: "",
 }
 
-_OCCUPIED = {
+_RESOURCES_BY_KIND = {
     **{kind: (link,) for kind, link in LINKS.items()},
     **{kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()},
 }
@@ -151,7 +151,7 @@ class Task(NamedTuple):
 
 def resources_of(kind: str) -> tuple[str, ...]:
     """Return the resources that a kind occupies: one, or compute and a link for fused operations."""
-    return _OCCUPIED.get(kind, ("compute",))
+    return _RESOURCES_BY_KIND.get(kind, ("compute",))
 
 
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
@@ -192,9 +192,9 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     before: list[Task] = []
     earlier: list[list[Task]] = []
     for stages_of_pass in passes:
-        micro = _in_micro_batches(stages_of_pass) and _in_micro_batches(earlier)
+        micro = _has_micro_batches(stages_of_pass) and _has_micro_batches(earlier)
         for index, stage in enumerate(stages_of_pass):
-            _link(after, before, stage, within=micro or index > 0)
+            _add_stage_dependencies(after, before, stage, within=micro or index > 0)
             before = stage
         # A layer without stages keeps the chain intact.
         earlier = stages_of_pass or earlier
@@ -209,8 +209,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
             for task in kinds.get(kind, ()):
                 after[task] = tuple(whole for whole in sources if whole.chunk == task.chunk) or tuple(sources)
         for task in kinds.get(_K.EXPERT, ()):
-            after[task] = (*after[task], *kinds.get(GATHER, ()))
-        for task in kinds.get(REDUCE, ()):
+            after[task] = (*after[task], *kinds.get(SPARSE_GATHER, ()))
+        for task in kinds.get(SPARSE_REDUCE, ()):
             after[task] = tuple(kinds.get(WEIGHT_GRADIENTS[_K.EXPERT], ()) or kinds.get(_K.EXPERT, ()))
         dense = (_K.OTHER, _K.GATE, _K.ATTENTION, _K.ATTENTION_WEIGHT_GRADIENT) if phase == "backward" else ()
         complete = tuple(task for kind in dense for task in kinds.get(kind, ()))
@@ -221,11 +221,13 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     return after
 
 
-def _in_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
+def _has_micro_batches(stages: Sequence[Sequence[Task]]) -> bool:
     return any(stage[0].kind == _K.ATTENTION and stage[0].chunk is not None for stage in stages)
 
 
-def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:
+def _add_stage_dependencies(
+    after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool
+) -> None:
     """Make `stage` wait for `before`: chunk by chunk if both are chunked, otherwise for all of it."""
     together = {task.chunk: task for task in before}
     # Only micro-batches stay chunked between layers, and none between passes.
@@ -247,7 +249,7 @@ def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Se
             after[task] = everything
 
 
-def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
+def invert_dependencies(before: Sequence[Iterable[int]]) -> list[list[int]]:
     followers: list[list[int]] = [[] for _ in before]
     for place, waited in enumerate(before):
         for one in waited:

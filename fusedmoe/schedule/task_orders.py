@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Costs, Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import IDLE_ONLY, ROUNDING, fastest_plan, run
+from fusedmoe.schedule.simulate import IDLE_ONLY, ROUNDING, fastest_plan, simulate_tasks
 from fusedmoe.schedule.task import (
     FUSED,
     RESOURCES,
     Task,
     TaskKind,
-    followers_of,
+    invert_dependencies,
     issue_order,
     resources_of,
     standard_dependencies,
@@ -47,11 +47,11 @@ _MAX_ITERATIONS, _MAX_EVALUATIONS = 800, 100_000
 # A larger plan would get fewer iterations than it has layers.
 _MAX_TASKS = 2_000
 # Iterations without improvement before the search returns to the best orders.
-_PATIENCE = 150
+_MAX_STALE_ITERATIONS = 150
 # Minimum and maximum iterations for which a reversal is forbidden; each return selects the next pair.
-_TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
+_TABU_TENURES = ((12, 30), (6, 14), (20, 50), (3, 8))
 _NUM_RANDOM_MOVES = 4  # after each return
-_MAX_DISTANCE = 12  # of a move
+_MAX_MOVE_DISTANCE = 12  # of a move
 
 
 class _TaskGraph:
@@ -59,17 +59,17 @@ class _TaskGraph:
 
     def __init__(self, tasks: Iterable[Task], seconds: Mapping[Task, float]) -> None:
         self._tasks = list(tasks)
-        self._seconds = [seconds[task] for task in self._tasks]
-        self._on = [RESOURCES.index(resources_of(task.kind)[0]) for task in self._tasks]
+        self._durations_s = [seconds[task] for task in self._tasks]
+        self._resource_indices = [RESOURCES.index(resources_of(task.kind)[0]) for task in self._tasks]
         number = {task: place for place, task in enumerate(self._tasks)}
         needed = standard_dependencies(self._tasks)
-        self._before = [[number[one] for one in needed[task]] for task in self._tasks]
+        self._dependencies = [[number[one] for one in needed[task]] for task in self._tasks]
         # Each bucket holds the bytes after those of the previous one.
         for earlier, bucket in pairwise(task for task in self._tasks if task.kind == TaskKind.GRADIENT_ALL_REDUCE):
-            self._before[number[bucket]].append(number[earlier])
-        self._followers = followers_of(self._before)
+            self._dependencies[number[bucket]].append(number[earlier])
+        self._followers = invert_dependencies(self._dependencies)
 
-    def _plan(self, orders: Iterable[Iterable[int]]) -> Plan:
+    def _make_plan(self, orders: Iterable[Iterable[int]]) -> Plan:
         """Return the plan of the orders of all resources."""
         tasks = ([self._tasks[place] for place in order] for order in orders)
         return Plan.from_orders(dict(zip(RESOURCES, tasks, strict=True)))
@@ -88,40 +88,44 @@ class ListSchedule(_TaskGraph):
 
     def __init__(self, tasks: Iterable[Task], seconds: Mapping[Task, float], cutoff_s: float = math.inf) -> None:
         super().__init__(tasks, seconds)
-        self._order = issue_order(self._before, self._followers)
-        self._starts, self._end_s = self._best_schedule(cutoff_s)
+        self._order = issue_order(self._dependencies, self._followers)
+        self._start_times_s, self._end_s = self._best_schedule(cutoff_s)
 
     def makespan_s(self, contention: Contention = NO_CONTENTION) -> float:
         """Return the plan's seconds under contention, which lengthens tasks but changes no order."""
-        if not contention.disturbs([RESOURCES[number] for number in set(self._on)]):
+        if not contention.slows_any([RESOURCES[number] for number in set(self._resource_indices)]):
             return self._end_s
-        before, followers = ([list(waited) for waited in each] for each in (self._before, self._followers))
+        before, followers = ([list(waited) for waited in each] for each in (self._dependencies, self._followers))
         for order in self._orders():
             for earlier, place in pairwise(order):
                 before[place].append(earlier)
                 followers[earlier].append(place)
-        return max(run(before, followers, self._on, self._seconds, speeds=contention.speeds)[1])
+        return max(
+            simulate_tasks(before, followers, self._resource_indices, self._durations_s, speeds=contention.speeds)[1]
+        )
 
     def plan(self) -> Plan:
-        return self._plan(self._orders())
+        return self._make_plan(self._orders())
 
     def _orders(self) -> list[list[int]]:
         # Of tasks that start together, all but the last take no time. Dependents have a larger depth.
         depth = [0] * len(self._tasks)
         for place in self._order:
-            depth[place] = 1 + max((depth[one] for one in self._before[place]), default=0)
-        keys = list(zip(self._starts, (seconds > 0 for seconds in self._seconds), depth, strict=True))
+            depth[place] = 1 + max((depth[one] for one in self._dependencies[place]), default=0)
+        keys = list(zip(self._start_times_s, (seconds > 0 for seconds in self._durations_s), depth, strict=True))
         orders: list[list[int]] = [[] for _ in RESOURCES]
         for place in sorted(range(len(keys)), key=keys.__getitem__):
-            orders[self._on[place]].append(place)
+            orders[self._resource_indices[place]].append(place)
         return orders
 
     def _best_schedule(self, cutoff_s: float) -> tuple[list[float], float]:
-        starts, end = self._schedule(self._priorities())
+        starts, end = self._schedule_by_priority(self._priorities())
         for _ in range(_NUM_IMPROVEMENTS if end < cutoff_s else 0):
-            ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
-            late, _ = self._schedule([-end_s for end_s in ends], True)
-            again, sooner = self._schedule([-start - took for start, took in zip(late, self._seconds, strict=True)])
+            ends = [start + took for start, took in zip(starts, self._durations_s, strict=True)]
+            late, _ = self._schedule_by_priority([-end_s for end_s in ends], True)
+            again, sooner = self._schedule_by_priority(
+                [-start - took for start, took in zip(late, self._durations_s, strict=True)]
+            )
             if sooner >= end:
                 break
             starts, end = again, sooner
@@ -135,17 +139,19 @@ class ListSchedule(_TaskGraph):
             for later in self._followers[place]:
                 if path_s[later] > longest:
                     longest = path_s[later]
-            path_s[place] = self._seconds[place] + longest
+            path_s[place] = self._durations_s[place] + longest
         # Gradients have the lowest priority; at most one is ready at a time.
         return [
             math.inf if task.kind == TaskKind.GRADIENT_ALL_REDUCE else -seconds
             for task, seconds in zip(self._tasks, path_s, strict=True)
         ]
 
-    def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
+    def _schedule_by_priority(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
         # Backwards, times count from the end.
-        before, followers = (self._followers, self._before) if backwards else (self._before, self._followers)
-        starts, ends = run(before, followers, self._on, self._seconds, priority)
+        before, followers = (
+            (self._followers, self._dependencies) if backwards else (self._dependencies, self._followers)
+        )
+        starts, ends = simulate_tasks(before, followers, self._resource_indices, self._durations_s, priority)
         return starts, max(ends, default=0.0)
 
 
@@ -166,7 +172,7 @@ def fill_idle_slots(
         before.append([*(number[one] for one in dependencies[bucket]), *ahead])
     on = bare.graph[1] + [RESOURCES.index("inter") + IDLE_ONLY] * len(waiting)
     took = [seconds[task] for task in bare.sequence] + [line.seconds(bucket.size or 0) for bucket in waiting]
-    starts, _ = run(before, followers_of(before), on, took)
+    starts, _ = simulate_tasks(before, invert_dependencies(before), on, took)
     # Among tasks that start together, buckets are last.
     inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])
     return Plan.from_orders({**orders, "inter": inter})
@@ -199,67 +205,72 @@ class _OrderSearch(_TaskGraph):
     def __init__(self, plan: Plan, costs: Costs) -> None:
         super().__init__(plan.sequence, costs.seconds(plan))
         self._orders: list[list[int]] = [[] for _ in RESOURCES]
-        for place, resource in enumerate(self._on):  # `sequence` has each resource's tasks in order
+        for place, resource in enumerate(self._resource_indices):  # `sequence` has each resource's tasks in order
             self._orders[resource].append(place)
-        self._heads, self._tails = [0.0] * len(self._tasks), [0.0] * len(self._tasks)
+        self._earliest_starts_s, self._longest_paths_after_s = [0.0] * len(self._tasks), [0.0] * len(self._tasks)
         self._random = random.Random(0)
 
     def plan(self) -> Plan:
-        return self._plan(self._orders)
+        return self._make_plan(self._orders)
 
     def run(self) -> None:
-        now_s = self._evaluate()
+        now_s = self._compute_makespan_s()
         assert now_s is not None
         best_s, best, stale, returns = now_s, [list(order) for order in self._orders], 0, 0
-        bound_s = self._bound_s() * (1 + ROUNDING)
+        bound_s = self._makespan_bound_s() * (1 + ROUNDING)
         forbidden: dict[tuple[int, int], int] = {}
         for iteration in range(min(_MAX_ITERATIONS, _MAX_EVALUATIONS // max(1, len(self._tasks)))):
             if best_s <= bound_s:
                 break
-            if stale > _PATIENCE:
+            if stale > _MAX_STALE_ITERATIONS:
                 self._orders, stale, returns = [list(order) for order in best], 0, returns + 1
                 forbidden.clear()
-                self._evaluate()
+                self._compute_makespan_s()
                 for _ in range(_NUM_RANDOM_MOVES):
-                    moves = list(self._moves())
+                    moves = list(self._candidate_moves())
                     if moves:
-                        self._try(self._random.choice(moves))
-            move = self._choose(forbidden, iteration, best_s)
+                        self._try_move(self._random.choice(moves))
+            move = self._choose_move(forbidden, iteration, best_s)
             if move is None:
                 break
-            until = iteration + self._random.randint(*_TENURES[returns % len(_TENURES)])
-            forbidden.update({(later, earlier): until for earlier, later in self._pairs(move)})
-            after_s = self._try(move)
+            until = iteration + self._random.randint(*_TABU_TENURES[returns % len(_TABU_TENURES)])
+            forbidden.update({(later, earlier): until for earlier, later in self._reversed_pairs(move)})
+            after_s = self._try_move(move)
             if after_s < best_s * (1 - ROUNDING):
                 best_s, best, stale = after_s, [list(order) for order in self._orders], 0
             else:
                 stale += 1
         self._orders = best
 
-    def _try(self, move: _Move) -> float:
+    def _try_move(self, move: _Move) -> float:
         """Apply a move and return the makespan. A move that makes a cycle is undone."""
-        self._apply(move)
-        after_s = self._evaluate()
+        self._apply_move(move)
+        after_s = self._compute_makespan_s()
         if after_s is None:
-            self._apply(_Move(move.resource, move.target, move.source))
-            after_s = self._evaluate()
+            self._apply_move(_Move(move.resource, move.target, move.source))
+            after_s = self._compute_makespan_s()
             assert after_s is not None
         return after_s
 
-    def _apply(self, move: _Move) -> None:
+    def _apply_move(self, move: _Move) -> None:
         order = self._orders[move.resource]
         order.insert(move.target, order.pop(move.source))
 
-    def _pairs(self, move: _Move) -> list[tuple[int, int]]:
+    def _reversed_pairs(self, move: _Move) -> list[tuple[int, int]]:
         order, moved = self._orders[move.resource], self._orders[move.resource][move.source]
         if move.source < move.target:
             return [(passed, moved) for passed in order[move.source + 1 : move.target + 1]]
         return [(moved, passed) for passed in order[move.target : move.source]]
 
-    def _evaluate(self) -> float | None:
+    def _compute_makespan_s(self) -> float | None:
         """Compute all earliest starts and longest paths to the end. Returns the makespan, or None for a cycle."""
-        seconds, followers, heads, tails = self._seconds, self._followers, self._heads, self._tails
-        waits = list(map(len, self._before))
+        seconds, followers, heads, tails = (
+            self._durations_s,
+            self._followers,
+            self._earliest_starts_s,
+            self._longest_paths_after_s,
+        )
+        waits = list(map(len, self._dependencies))
         behind: list[tuple[int, ...]] = [()] * len(waits)
         for order in self._orders:
             for earlier, later in pairwise(order):
@@ -290,25 +301,28 @@ class _OrderSearch(_TaskGraph):
             tails[place] = tail
             if heads[place] + seconds[place] + tail > makespan:
                 makespan = heads[place] + seconds[place] + tail
-        self._makespan = makespan
+        self._makespan_s = makespan
         return makespan
 
-    def _bound_s(self) -> float:
+    def _makespan_bound_s(self) -> float:
         """Return a lower bound over all orders: the longest path; the work of a resource and the paths around it."""
         orders, self._orders = self._orders, [[] for _ in RESOURCES]
-        bound_s = self._evaluate() or 0.0
+        bound_s = self._compute_makespan_s() or 0.0
         self._orders = orders
         for order in orders:
             if order:
-                head, tail = min(self._heads[place] for place in order), min(self._tails[place] for place in order)
-                bound_s = max(bound_s, head + sum(self._seconds[place] for place in order) + tail)
-        self._evaluate()
+                head, tail = (
+                    min(self._earliest_starts_s[place] for place in order),
+                    min(self._longest_paths_after_s[place] for place in order),
+                )
+                bound_s = max(bound_s, head + sum(self._durations_s[place] for place in order) + tail)
+        self._compute_makespan_s()
         return bound_s
 
-    def _blocks(self) -> Iterator[tuple[int, int, int]]:
+    def _critical_blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield (resource, first position, last position) of each block."""
-        heads, tails, seconds = self._heads, self._tails, self._seconds
-        least = self._makespan * (1 - ROUNDING)
+        heads, tails, seconds = self._earliest_starts_s, self._longest_paths_after_s, self._durations_s
+        least = self._makespan_s * (1 - ROUNDING)
         critical = [heads[place] + seconds[place] + tails[place] >= least for place in range(len(heads))]
         for resource, order in enumerate(self._orders):
             start = 0
@@ -316,48 +330,57 @@ class _OrderSearch(_TaskGraph):
                 stop = start + 1
                 if critical[order[start]]:
                     while (
-                        stop < len(order) and critical[order[stop]] and self._are_adjacent(order[stop - 1], order[stop])
+                        stop < len(order)
+                        and critical[order[stop]]
+                        and self._are_back_to_back(order[stop - 1], order[stop])
                     ):
                         stop += 1
                     if stop - start > 1:
                         yield resource, start, stop - 1
                 start = stop
 
-    def _are_adjacent(self, earlier: int, later: int) -> bool:
-        end = self._heads[earlier] + self._seconds[earlier]
-        return self._heads[later] - end <= self._makespan * ROUNDING
+    def _are_back_to_back(self, earlier: int, later: int) -> bool:
+        end = self._earliest_starts_s[earlier] + self._durations_s[earlier]
+        return self._earliest_starts_s[later] - end <= self._makespan_s * ROUNDING
 
-    def _moves(self) -> Iterator[_Move]:
+    def _candidate_moves(self) -> Iterator[_Move]:
         """Yield moves of each task by one position and to the ends of its block."""
-        for resource, first, last in self._blocks():
+        for resource, first, last in self._critical_blocks():
             order = self._orders[resource]
             for source in range(first, last + 1):
                 moved, right, left = order[source], source, source
-                while right < min(last, source + _MAX_DISTANCE) and order[right + 1] not in self._followers[moved]:
+                while right < min(last, source + _MAX_MOVE_DISTANCE) and order[right + 1] not in self._followers[moved]:
                     right += 1
-                while left > max(first, source - _MAX_DISTANCE) and order[left - 1] not in self._before[moved]:
+                while (
+                    left > max(first, source - _MAX_MOVE_DISTANCE) and order[left - 1] not in self._dependencies[moved]
+                ):
                     left -= 1
                 for target in sorted({source + 1, right}) if right > source else ():
                     yield _Move(resource, source, target)
                 if left < source - 1:  # otherwise the moves of the neighbour include the swap
                     yield _Move(resource, source, left)
 
-    def _choose(self, forbidden: dict[tuple[int, int], int], iteration: int, best_s: float) -> _Move | None:
+    def _choose_move(self, forbidden: dict[tuple[int, int], int], iteration: int, best_s: float) -> _Move | None:
         """Return the move with the smallest estimate that is not forbidden or would give the best makespan."""
         chosen, least, moves = None, 0.0, []
-        for move in self._moves():
+        for move in self._candidate_moves():
             moves.append(move)
-            estimate = self._estimate(move)
+            estimate = self._estimate_makespan_s(move)
             if (chosen is None or estimate < least) and (
                 estimate < best_s * (1 - ROUNDING)
-                or not any(forbidden.get(pair, -1) >= iteration for pair in self._pairs(move))
+                or not any(forbidden.get(pair, -1) >= iteration for pair in self._reversed_pairs(move))
             ):
                 chosen, least = move, estimate
         return self._random.choice(moves) if chosen is None and moves else chosen
 
-    def _estimate(self, move: _Move) -> float:
+    def _estimate_makespan_s(self, move: _Move) -> float:
         """Estimate the makespan after a move by the longest path through the reordered tasks."""
-        order, seconds, heads, tails = self._orders[move.resource], self._seconds, self._heads, self._tails
+        order, seconds, heads, tails = (
+            self._orders[move.resource],
+            self._durations_s,
+            self._earliest_starts_s,
+            self._longest_paths_after_s,
+        )
         low, high = min(move.source, move.target), max(move.source, move.target)
         section = order[low : high + 1]
         if move.source < move.target:
@@ -368,7 +391,7 @@ class _OrderSearch(_TaskGraph):
         ends = []
         new_end: dict[int, float] = {}
         for place in section:
-            for waited in self._before[place]:
+            for waited in self._dependencies[place]:
                 done = new_end.get(waited, heads[waited] + seconds[waited])
                 if done > end:
                     end = done

@@ -74,7 +74,7 @@ class Timeline:
             raise ConfigError(f"timeline: the rank must be an integer >= 0, not {self.rank!r}")
         if self.source not in SOURCES:
             raise ConfigError(f"timeline of rank {self.rank}: source {self.source!r} is not one of {SOURCES}")
-        if self.anchor_s is not None and not _is_time(self.anchor_s):
+        if self.anchor_s is not None and not _is_valid_time(self.anchor_s):
             raise ConfigError(f"timeline of rank {self.rank}: anchor_s must be finite, not {self.anchor_s!r}")
         for span in self.spans:
             fault = _invalid_field(span)
@@ -107,14 +107,14 @@ class Timeline:
 
     def busy_s(self, resource: str) -> float:
         """Return the seconds during which the resource is in use."""
-        return sum(end - start for start, end in _union(self.on(resource)))
+        return sum(end - start for start, end in _disjoint_intervals(self.on(resource)))
 
     def exposed_s(self) -> float:
         """Return the seconds of exposed communication, during which a link is in use and `compute` is idle.
 
         Fused operations count as computation: waits inside them are not observable.
         """
-        return sum(end - start for start, end in _union(self.spans)) - self.busy_s("compute")
+        return sum(end - start for start, end in _disjoint_intervals(self.spans)) - self.busy_s("compute")
 
     def totals_s(self) -> dict[str, float]:
         """Return the total seconds of each kind, in the order of `KINDS`."""
@@ -165,7 +165,7 @@ class Timeline:
             raise ConfigError(f"timeline: missing or unknown field: {error}") from error
 
 
-def align(timelines: Sequence[Timeline]) -> list[Timeline]:
+def align_timelines(timelines: Sequence[Timeline]) -> list[Timeline]:
     """Return the timelines, in order, on one clock whose zero is the earliest start.
 
     Timelines with an anchor share its clock; timelines without anchors share their zero. Both groups start at zero, to
@@ -193,7 +193,7 @@ def align(timelines: Sequence[Timeline]) -> list[Timeline]:
     return result
 
 
-def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+def split_into_lanes(spans: Iterable[Span]) -> list[list[Span]]:
     """Distribute spans over the smallest number of lists without overlaps."""
     result: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
@@ -212,7 +212,7 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
     next to it. tid 1, 2, 3 are compute, intra, inter; 4, 5, 6 their second lanes, and so on. Spans are sorted by time,
     in microseconds. A span on several resources has one event each.
     """
-    aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
+    aligned = align_timelines([timelines] if isinstance(timelines, Timeline) else timelines)
     stride = max((timeline.rank for timeline in aligned), default=0) + 1
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -225,13 +225,13 @@ def trace(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         names.append(_metadata("process_sort_index", pid, 0, sort_index=timeline.rank * len(aligned) + turn))
         for index, resource in enumerate(RESOURCES):
             # Perfetto drops overlapping complete events ("ph": "X") of a thread, so each lane is a thread.
-            for lane, spans in enumerate(lanes(timeline.on(resource))):
+            for lane, spans in enumerate(split_into_lanes(timeline.on(resource))):
                 # From 1: the viewer reserves thread 0 for the idle task.
                 tid = 1 + index + lane * len(RESOURCES)
                 label = resource if lane == 0 else f"{resource} ({lane + 1})"
                 names.append(_metadata("thread_name", pid, tid, name=label))
                 names.append(_metadata("thread_sort_index", pid, tid, sort_index=index * 1000 + lane))
-                events.extend(_event(span, pid, tid) for span in spans)
+                events.extend(_trace_event(span, pid, tid) for span in spans)
     events.sort(key=lambda event: (event["ts"], event["dur"], event["pid"], event["tid"]))
     other = {"anchor_s": next((t.anchor_s for t in aligned if t.anchor_s is not None), None)}
     return {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": other}
@@ -252,11 +252,11 @@ def require_known(field: str, word: str | None) -> None:
 def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     """Return the seconds from `start_s` to `end_s` that no span covers."""
     inside = [s._replace(start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in spans]
-    found = _union(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
+    found = _disjoint_intervals(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
     return max(0.0, end_s - start_s - sum(end - start for start, end in found))
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def _disjoint_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return the time covered by sorted spans as disjoint intervals."""
     result: list[tuple[float, float]] = []
     for span in spans:
@@ -271,7 +271,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_time(value: object) -> bool:
+def _is_valid_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 
@@ -289,7 +289,7 @@ def _invalid_field(span: Span) -> str | None:
         return f"further resources {also!r} (known: {', '.join(RESOURCES)}, each once)"
     if phase not in (None, *PHASES):
         return f"phase {phase!r} (known: {', '.join(PHASES)}, or None)"
-    if not _is_time(start_s) or not _is_time(end_s):
+    if not _is_valid_time(start_s) or not _is_valid_time(end_s):
         return "a time that is not a finite number"
     if end_s < start_s:
         return "an end before its start"
@@ -302,7 +302,7 @@ def _metadata(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:
+def _trace_event(span: Span, pid: int, tid: int) -> dict[str, Any]:
     # In nanoseconds, the viewers' resolution: rounded durations could make adjacent spans overlap.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     args = {"kind": span.kind, "chunk": span.chunk, "layer": span.layer, "phase": span.phase}

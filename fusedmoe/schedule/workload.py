@@ -22,9 +22,9 @@ GEMMS = {"ffn": 2, "swiglu": 3}
 # Matrix products in attention: projections only; with scores and weighted values.
 _PROJECTIONS, _ATTENTION_GEMMS = 4, 6
 
-_MATRICES = ("w1", "w2")
+_EXPERT_MATRICES = ("w1", "w2")
 
-_LINES: dict[str, str] = {
+_LINE_BY_KIND: dict[str, str] = {
     TaskKind.DISPATCH: "all-to-all/ep",
     TaskKind.ALL_GATHER: "all-gather/esp",
     TaskKind.EXPERT: "gemm",
@@ -79,7 +79,7 @@ class Workload:
     esp: int = 1
     itemsize: int = 4
     share: float = 1.0
-    trained: tuple[str, ...] = _MATRICES
+    trained: tuple[str, ...] = _EXPERT_MATRICES
     dense: DenseWork | None = None
     dispatch_bytes: float | None = None
     combine_bytes: float | None = None
@@ -90,7 +90,7 @@ class Workload:
                 raise ConfigError(f"workload: {what} must be positive, not {value!r}")
         if self.expert not in GEMMS:
             raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(GEMMS)}")
-        if self.trained not in ((), ("w1",), ("w2",), _MATRICES):
+        if self.trained not in ((), ("w1",), ("w2",), _EXPERT_MATRICES):
             raise ConfigError(f"workload: trained must be a subset of ('w1', 'w2') in this order, not {self.trained!r}")
 
     @classmethod
@@ -123,7 +123,7 @@ class Workload:
         """Description of the layer, independent of its number of tokens. Key of `CostModel.observed`."""
         esp = f" in {self.esp} shards" if self.esp > 1 else ""
         of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
-        frozen = "" if self.trained == _MATRICES else f", trained: {' '.join(self.trained) or 'none'}"
+        frozen = "" if self.trained == _EXPERT_MATRICES else f", trained: {' '.join(self.trained) or 'none'}"
         sent = self.dispatch_bytes or self.itemsize, self.combine_bytes or self.itemsize
         encoded = "" if sent == (self.itemsize, self.itemsize) else f", sent in {sent[0]:g} and {sent[1]:g} bytes"
         return f"{of}, {self.itemsize} bytes{encoded}{frozen}"
@@ -160,7 +160,7 @@ class Workload:
         volumes = self.volumes()
         sizes: dict[str, list[float]] = {}
         for kind, volume in volumes.items():
-            if kind != TaskKind.EXPERT and volume not in (same := sizes.setdefault(_LINES[kind], [])):
+            if kind != TaskKind.EXPERT and volume not in (same := sizes.setdefault(_LINE_BY_KIND[kind], [])):
                 same.append(volume)
         products = [self.dense_flop(self.dense)[0] / _PROJECTIONS, volumes[TaskKind.EXPERT] / GEMMS[self.expert]]
         return sizes | {"gemm": products, "all-reduce/dp": [self.gradient_bytes()]}
@@ -216,7 +216,7 @@ class Workload:
         expert = stage("gemm", self.volumes()[TaskKind.EXPERT], GEMMS[self.expert])
         for phase, times in zip(PHASES, (1, 2), strict=True):
             # Backward of attention and of fully trained experts takes twice the forward time.
-            chunks[phase] = {kind: stage(_LINES[kind], volume) for kind, volume in self.volumes().items()}
+            chunks[phase] = {kind: stage(_LINE_BY_KIND[kind], volume) for kind, volume in self.volumes().items()}
             chunks[phase][TaskKind.EXPERT] = expert * (1.0 if phase == "forward" else 1.0 + self.trained_share)
             dense[phase] = {TaskKind.ATTENTION: attention * times + mp_transfers}
         # Half of the backward products of a weight are its gradient.
@@ -227,7 +227,7 @@ class Workload:
         dense_s = {phase: {kind: part.seconds(1) for kind, part in parts.items()} for phase, parts in dense.items()}
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.saved_for_weights() * self.itemsize) if model.tiled else 0.0
-        micro = MicroBatches(dense, weights, apart_s=apart_s)
+        micro = MicroBatches(dense, weights, w_task_overhead_s=apart_s)
         rechunk_s = copy.seconds(self.saved_elements() * self.itemsize)
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, rechunk_s)
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fusedmoe.autograd import exchange_operators, gate, order  # noqa: F401  they register the operators
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.group import bound_collectives
+from fusedmoe.comm.group import limit_collective_time
 from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import (
     WatchedDataParallel,
@@ -168,7 +168,7 @@ class DataParallel(WatchedDataParallel):
         hidden += [f".{name}" for name in hidden if "." not in name]
         hide_from_ddp(model, hidden)
         self._topology, self._sharded, self._mp_loss, self._options = topology, split, mp_loss, options
-        with bound_collectives(topology.world, "comparing the copies of a model"):
+        with limit_collective_time(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
             for replica in split:
@@ -204,7 +204,7 @@ class DataParallel(WatchedDataParallel):
 
     def pre_forward_context(self) -> AbstractContextManager[None]:
         # DDP agrees on buckets and broadcasts buffers here; the model's forward runs later, without this timeout.
-        return bound_collectives(self._topology.world, "agreeing on gradient buckets")
+        return limit_collective_time(self._topology.world, "agreeing on gradient buckets")
 
     def _finish_backward(self) -> None:
         reduce_gradients(self._sharded, [replica.group.size for replica in self._sharded], self._topology)

@@ -33,7 +33,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.scheduled_exchange import exchanges_in
 from fusedmoe.runtime.cache import choice_text, write_or_warn
 from fusedmoe.runtime.profiler import BUDGET_S
-from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, neighbour_degrees, with_bucket_bytes
+from fusedmoe.schedule.candidates import PlanCandidate, neighbour_candidates, neighbour_degrees, replace_bucket_bytes
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan_chooser import PlanChooser, PlanSource
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
@@ -153,7 +153,7 @@ class StepSource(PlanSource):
     def has_costs(self) -> bool:
         return self.step.has_costs
 
-    def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
+    def load_earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
         self._path = self.step.choice_path(self._policy)
         resumed = None if self._resumed_path is None else self.step.cached_choice(self._policy, self._resumed_path)
         if resumed is not None:
@@ -164,7 +164,7 @@ class StepSource(PlanSource):
         self._num_searches, self._searched_plans, self._has_degrees = 0, set(), False
         return self.step.candidates() if self._policy == AUTO else [self.step.candidate(self._policy)]
 
-    def more(self, chooser: PlanChooser) -> list[PlanCandidate]:
+    def make_further_candidates(self, chooser: PlanChooser) -> list[PlanCandidate]:
         """Return untried plans near the best one; for "flowmoe", once there are none, the next bucket size."""
         if not self._has_degrees and (untried := self._untried_neighbours(chooser)):
             return untried
@@ -191,13 +191,13 @@ class StepSource(PlanSource):
         # Predictions by old costs are not comparable. Plans in new objects are applied again.
         for entry in chooser.trials.entries:
             entry.candidate = self.step.predicted(entry.candidate)
-        return self.slowest([time.perf_counter() - began_s])[0] if had_costs else 0.0
+        return self.max_over_ranks([time.perf_counter() - began_s])[0] if had_costs else 0.0
 
     def follow(self, candidate: PlanCandidate) -> None:
         if self.has_costs:
             self.step.follow(candidate)
 
-    def slowest(self, seconds: list[float]) -> list[float]:
+    def max_over_ranks(self, seconds: list[float]) -> list[float]:
         if not self.has_costs:
             return seconds
         return max_over_ranks_s(self.step.topology.world, seconds, "maximum of step times")
@@ -206,16 +206,16 @@ class StepSource(PlanSource):
         if self.step.topology.is_first:
             if not chooser.trials.is_too_noisy:
                 write_or_warn(self._path, choice_text(chooser), "what was measured")
-            self._tell(chooser.line())
+            self._tell(chooser.describe_choice())
 
     def guard(self) -> AbstractContextManager[None]:
         return self.step.topology.guard("PlanChooser.note")
 
-    def now_s(self, chooser: PlanChooser) -> float:
+    def completion_time_s(self, chooser: PlanChooser) -> float:
         # Once a plan is chosen, the host does not synchronise.
-        if torch.cuda.is_initialized() and not chooser.settled:
+        if torch.cuda.is_initialized() and not chooser.is_settled:
             torch.cuda.synchronize()
-        return super().now_s(chooser)
+        return super().completion_time_s(chooser)
 
     def _untried_neighbours(self, chooser: PlanChooser) -> list[PlanCandidate]:
         best, step = chooser.best.candidate, self.step
@@ -237,7 +237,7 @@ class StepSource(PlanSource):
         # Data points are steps with the same number of micro-batches.
         alike = [entry for entry in entries if entry.candidate.plan.degrees == best.candidate.plan.degrees]
         search.tried = [
-            (largest, entry.median_s if entry.seconds else measured * entry.candidate.predicted_s)
+            (largest, entry.median_s if entry.step_times_s else measured * entry.candidate.predicted_s)
             for entry in (alike if self._has_degrees else ())
             if (largest := entry.candidate.plan.largest_bucket)
         ]
@@ -245,7 +245,7 @@ class StepSource(PlanSource):
         size = search.next()
         if size is None:
             return []
-        new = with_bucket_bytes(best.candidate, self.step.costs, size)
+        new = replace_bucket_bytes(best.candidate, self.step.costs, size)
         return (
             [new] if self.step.is_runnable(new) and new.plan not in [entry.candidate.plan for entry in entries] else []
         )

@@ -23,13 +23,13 @@ from fusedmoe.placement.replicas import ReplicaTiming
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import ProgressBar
-from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates, predicted_s
+from fusedmoe.schedule.candidates import PlanCandidate, family_candidates, predicted_s, sort_distinct
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, layer_policies, user_plan_fingerprints
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import buckets_after, pass_of
+from fusedmoe.schedule.step import buckets_after, extract_layer_pass
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload, costs_of_tokens
@@ -249,7 +249,7 @@ class PlannedStep:
             found = family_candidates(self.costs, self.limit, self.samples, show)
             if self.layer_costs is not self.costs:
                 layers = family_candidates(self.layer_costs, self.limit, None, show)
-                found = distinct([*(one for one in found if one.uses_micro_batches), *layers])
+                found = sort_distinct([*(one for one in found if one.uses_micro_batches), *layers])
             return list(filter(self.is_runnable, found))
 
     def is_runnable(self, candidate: PlanCandidate) -> bool:
@@ -293,7 +293,11 @@ class PlannedStep:
         # Ranks with different plans would issue collectives in different orders and deadlock.
         self.topology.require_equal_facts({"plan": plan.fingerprint}, "plan of the training step")
         for number, layer in enumerate(self._layers):
-            plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward")) if len(plan) else None
+            plans = (
+                Plans(extract_layer_pass(plan, number, "forward"), extract_layer_pass(plan, number, "backward"))
+                if len(plan)
+                else None
+            )
             layer.set_plan(plans, self.buckets, buckets_after(plan, number))
         moving = {number: one.placed for number, one in enumerate(self._layers) if one.placed is not None}
         for placed in moving.values():

@@ -22,7 +22,7 @@ from bench.reproduce.table import PAPERS, Part, Row, Table, cells, reasons_of, s
 from bench.simulate.grid import workloads
 from fusedmoe.placement.hecate import WINDOW
 from fusedmoe.placement.placement import NodeLayout, Placement
-from fusedmoe.schedule.cost import NO_CONTENTION, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.plan import Plan
@@ -220,9 +220,9 @@ def test_flowmoe_step_time_is_between_bounds():
     assert max(compute, travel) < flowmoe.flowmoe_s(0.5, 6.0, 1.5, 0.8, 3) < compute + travel
 
 
-def two_layers(inter: str) -> tuple[Plan, Durations]:
+def two_layers(inter: str) -> tuple[Plan, TaskDurations]:
     plan = Plan.parse(f"compute: b1.E0 b1.E1 b1.A0 b1.A1 b0.E0 b0.E1 b0.A0 b0.A1\ninter: {inter}")
-    return plan, Durations({task: 2.0 if task.kind == "gradient-all-reduce" else 1.0 for task in plan})
+    return plan, TaskDurations({task: 2.0 if task.kind == "gradient-all-reduce" else 1.0 for task in plan})
 
 
 def test_link_blocked_by_all_reduce_is_detected():

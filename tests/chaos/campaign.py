@@ -73,7 +73,7 @@ _OPERATION = re.compile(
     r"ended because|over the|failed in|failed on|exchange|check of|all-reduce|MoELayer|topology|pipeline|closing|"
     r"distributed_data_parallel|job's store"
 )
-_CURE = re.compile(
+_STOPPED_PROCESS_ADVICE = re.compile(
     r"see (its|their|the) logs?|pass the same|give |choose|lower |raise |build |must |make |convert|use |check|"
     r"open a new|save it|load |freeze |same configuration",
     re.IGNORECASE,
@@ -480,7 +480,7 @@ class _Run:
             return False
         # The faulty rank has already reported its own error.
         told = re.search(r"failed (in|on) .*: \w*(Error|Interrupt|Exit|bad_alloc)", text, re.DOTALL)
-        return bool(_CURE.search(text) or told or WORDS in text)
+        return bool(_STOPPED_PROCESS_ADVICE.search(text) or told or WORDS in text)
 
     def _wrong(self) -> list[tuple[str, str]]:
         given = {rank: answer.value for rank, answer in self.answers.items() if answer.error is None}

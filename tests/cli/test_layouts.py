@@ -15,7 +15,7 @@ from fusedmoe.cli.step_plans import make_meta_model
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.external_job import ExternalJob, TrainingState
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule.machines import MACHINES, Datum
+from fusedmoe.schedule.machines import MACHINES, SourcedValue
 from tests.marks import slowly
 
 MODEL = ModelConfig(
@@ -86,10 +86,10 @@ def test_layouts_fit_the_memory_or_come_by_memory() -> None:
     )
     assert [layout.token_s for layout in every] == sorted(layout.token_s for layout in every)
     totals = sorted(layout.memory.total for layout in every)
-    some = replace(machine, memory_bytes=Datum(totals[len(totals) // 2], "chosen"))
+    some = replace(machine, memory_bytes=SourcedValue(totals[len(totals) // 2], "chosen"))
     fitting = layouts(settings, 16, some, ExternalJob(MODEL), meta)
     assert 0 < len(fitting) < len(every) and all(layout.memory.total <= totals[len(totals) // 2] for layout in fitting)
-    none = layouts(settings, 16, replace(machine, memory_bytes=Datum(1.0, "chosen")), ExternalJob(MODEL), meta)
+    none = layouts(settings, 16, replace(machine, memory_bytes=SourcedValue(1.0, "chosen")), ExternalJob(MODEL), meta)
     assert [layout.memory.total for layout in none] == totals
 
 

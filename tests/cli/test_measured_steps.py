@@ -17,8 +17,8 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line, Sample
-from fusedmoe.schedule.plan_chooser import WINDOW
+from fusedmoe.schedule.cost import CostModel, Line, MeasuredPart
+from fusedmoe.schedule.plan_chooser import WINDOW_STEPS
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.workload import PER_LAYER_SUFFIX
 from tests.cluster import Cluster
@@ -76,7 +76,11 @@ def test_measured_steps_are_undone_and_leave_costs(
         assert all(seconds > 0 for seconds in seen.get(kind, phase).values())
         assert seen.get(kind, phase).keys() == ({1, 4} if whole or kind != "attention" else {1}), (kind, phase)
     assert bool(seen.get("weight-gradient", "backward")) == whole
-    assert {Sample("loss", None), Sample("optimizer", None), Sample("other", "forward")} <= seen.seconds.keys()
+    assert {
+        MeasuredPart("loss", None),
+        MeasuredPart("optimizer", None),
+        MeasuredPart("other", "forward"),
+    } <= seen.seconds.keys()
     of_layers = layers[0] if whole else seen
     assert of_layers.get("count-exchange", "forward").keys() == {1}  # not part of the gate's cost
     assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"] * (1 + whole)
@@ -101,15 +105,15 @@ def measure_during_training(rank: int, world: int, folder: str) -> tuple[int, li
         assert tuning is not None
         losses: list[list[float]] = [[trainer.step(number).loss for number in range(2)], []]
         step = tuning.source.step
-        before = step.costs_of(tuning.now.uses_micro_batches)
+        before = step.costs_of(tuning.current_candidate.uses_micro_batches)
         for times in (1.0, 2.0):
-            factor = times / tuning.now.predicted_s
+            factor = times / tuning.current_candidate.predicted_s
             tuning.skip()
             for number in range(400):
-                if tuning.settled and number > 2 * WINDOW:
+                if tuning.is_settled and number > 2 * WINDOW_STEPS:
                     break
-                tuning.note(factor * tuning.now.predicted_s)
-        names = [tuning.now.name]
+                tuning.note(factor * tuning.current_candidate.predicted_s)
+        names = [tuning.current_candidate.name]
         assert before not in (step.costs, step.layer_costs)
         losses[0] += [trainer.step(number).loss for number in range(2, 6)]
         losses[1] = [plain.step(number).loss for number in range(6)]

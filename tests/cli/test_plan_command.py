@@ -20,7 +20,7 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
-from fusedmoe.schedule.cost import Observed, Sample
+from fusedmoe.schedule.cost import MeasuredPart, Observed
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
@@ -115,7 +115,7 @@ def test_plan_names_costs_outside_the_measured_range(capsys: pytest.CaptureFixtu
     assert "costs outside the measured range, extrapolated: gemm of 262 kFLOP and " in out
     assert "(measured 16.8 MFLOP to 20 GFLOP)" in out and "all-to-all/ep of" not in out
     shapes = step_workload(Settings().changed({"model.model_dim": 64, "model.hidden": 64}), 2, 2, 2).shapes
-    path.write_text(replace(costs, observed={shapes: Observed({Sample("expert", "forward"): 1e-3})}).to_json())
+    path.write_text(replace(costs, observed={shapes: Observed({MeasuredPart("expert", "forward"): 1e-3})}).to_json())
     assert main(["plan", *small, *flags]) == 0
     assert "outside the measured range" not in capsys.readouterr().out
     assert main(["plan", "--model-dim", "1024", *flags]) == 0

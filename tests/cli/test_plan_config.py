@@ -171,7 +171,7 @@ def test_plan_of_a_config_builds_the_model_once(
 
 def test_machine_at_the_ends_of_its_figures_encloses_the_machine() -> None:
     machine = MACHINES["dgx-h100"]
-    slow, fast = machine.at_end(False), machine.at_end(True)
+    slow, fast = machine.at_bounds(False), machine.at_bounds(True)
     assert slow.computes_beside.value < machine.computes_beside.value < fast.computes_beside.value < 1
     assert slow.intra.message_s.value > fast.intra.message_s.value and slow.cards == machine.cards
 

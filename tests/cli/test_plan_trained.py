@@ -32,7 +32,7 @@ from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.models.transformer import Transformer, block_workload
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Observed, Sample
+from fusedmoe.schedule.cost import CostModel, FusedCosts, MeasuredPart, Observed
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.machines import MACHINES, TESTBEDS
 from fusedmoe.schedule.plan import Plan
@@ -181,7 +181,7 @@ def test_joint_policy_is_not_behind_a_policy_with_faster_measured_layers() -> No
     settings, launch, sizes = settings_of("joint", 2, 2, 2)
     costs = TESTBEDS["B"].costs
     shapes = step_workload(settings, 2, 2, 2).shapes
-    fast = {Sample("attention", phase): 1e-6 for phase in ("forward", "backward")}
+    fast = {MeasuredPart("attention", phase): 1e-6 for phase in ("forward", "backward")}
     measured = {shapes + PER_LAYER_SUFFIX: Observed(fast), shapes: Observed(dict.fromkeys(fast, 1e-2))}
     plans = planned_job(settings, launch, sizes, replace(costs, observed=measured)).plans()
     seconds = {policy: makespan(*planned) for policy, planned in plans.items()}

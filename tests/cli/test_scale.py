@@ -91,8 +91,8 @@ def test_flags_change_the_nodes_of_a_machine(capsys: pytest.CaptureFixture[str])
     assert changed["figures"]["cards"]["value"] == 2 and changed["figures"]["inter.bytes_per_s"]["value"] == 12.5e9
     assert "with 4 ranks per node, with 2 network cards per node, with 100 Gbit/s per card" in changed["machine"]
     # One card of 400 Gbit/s for each GPU, then half a card of 100: an eighth of the bandwidth.
-    assert MACHINES["dgx-h100"].changed(ranks_per_node=4).cards.value == 4  # one for each GPU, as before
-    costs = [MACHINES["dgx-h100"], MACHINES["dgx-h100"].changed(ranks_per_node=4, cards=2, card_bytes_per_s=12.5e9)]
+    assert MACHINES["dgx-h100"].with_values(ranks_per_node=4).cards.value == 4  # one for each GPU, as before
+    costs = [MACHINES["dgx-h100"], MACHINES["dgx-h100"].with_values(ranks_per_node=4, cards=2, card_bytes_per_s=12.5e9)]
     whole, eighth = (machine.costs(16, ep=16).lines["all-to-all/ep"].beta_s for machine in costs)
     assert eighth == pytest.approx(8 * whole * (12 / 16) / (8 / 16))
     scaled = plan_json(capsys, *flags[:-2], "--scale", "--ranks-per-node", "16", "--schedule", "fsmoe")

@@ -468,7 +468,7 @@ def train_by_costs(
     """Train as if measurements gave these costs; model steps are not measured and take the predicted time."""
 
     def note(tuning: PlanChooser, seconds: float) -> None:
-        noted(tuning, tuning.now.predicted_s)
+        noted(tuning, tuning.current_candidate.predicted_s)
 
     noted, folder = PlanChooser.note, run or resume
     with pytest.MonkeyPatch.context() as patch:

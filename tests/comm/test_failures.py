@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
 from fusedmoe.comm.failure.blame import timeout_error
-from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Board, Note
+from fusedmoe.comm.failure.board import NOTE_RENEWAL_S, Board, WaitNote
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import TIMEOUT_CURE
 from fusedmoe.training.data_parallel import distributed_data_parallel
@@ -328,8 +328,8 @@ def test_topology_creation_errors_name_rank_and_sizes(cluster: Cluster) -> None:
 def test_timeout_error_suggests_longer_timeout_unless_a_call_was_skipped(waits_for: str, is_advised: bool) -> None:
     board: Any = SimpleNamespace(
         rank=0,
-        calls=Counter(),
-        wait_notes=lambda ranks: {1: Note(waits_for, 1, 1)},
+        num_calls_by_operation=Counter(),
+        wait_notes=lambda ranks: {1: WaitNote(waits_for, 1, 1)},
         final_verdict=lambda: None,
         blame=lambda culprit, operation, text, is_absent: text,
     )

@@ -72,7 +72,7 @@ def test_abandoned_heap_rejects_allocations(cluster: Cluster) -> None:
 def fail_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
     """Rank 1 cannot map rank 0's memory; rank 0 maps rank 1's memory after it, or another heap, was closed."""
     topology = Topology.from_sizes(ep=world, timeout_s=20)
-    real = heaps._view
+    real = heaps._map_file
 
     def view(path: str, size: int, inode: int) -> torch.Tensor:
         if rank == 1:
@@ -85,12 +85,12 @@ def fail_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
 
     try:
         with topology.guard("the test"), open_heap(topology.ep, CPU) as opened:
-            heaps._view = view
+            heaps._map_file = view
             opened.allocate((3,), torch.uint8)
     except (RankError, MemoryError) as error:
         return f"{type(error).__name__}: {error}", count_mappings()
     finally:
-        heaps._view = real
+        heaps._map_file = real
     return "no error", count_mappings()
 
 
@@ -108,10 +108,10 @@ def test_heap_mapping_failure_is_raised_on_every_rank(cluster: Cluster, number: 
 
 
 def test_replaced_heap_file_is_rejected() -> None:
-    file = heaps._new_file(100)
+    file = heaps._create_anonymous_file(100)
     try:
         with pytest.raises(FileNotFoundError, match="the file was replaced"):
-            heaps._view(f"/proc/self/fd/{file}", 100, os.fstat(file).st_ino + 1)
+            heaps._map_file(f"/proc/self/fd/{file}", 100, os.fstat(file).st_ino + 1)
     finally:
         os.close(file)
 
@@ -166,7 +166,7 @@ def choose_on_ranks(rank: int, world: int) -> list[tuple[str, str, str]]:
     ep, found = Topology.from_sizes(ep=world, timeout_s=20).ep, []
     with pytest.MonkeyPatch.context() as patch:
         for hosts, symm, nvshmem, _, _ in CHOICES.values():
-            patch.setattr(heaps, "_host", lambda name=hosts[rank]: (name, ""))
+            patch.setattr(heaps, "_host_identity", lambda name=hosts[rank]: (name, ""))
             for name, reasons in (("symm", symm), ("nvshmem", nvshmem)):
                 patch.setitem(heaps.BACKENDS, name, fake_backend(heaps.BACKENDS[name], name, reasons[rank]))
             try:
@@ -188,7 +188,7 @@ def test_ranks_choose_same_heap_backend(cluster: Cluster) -> None:
 def host_of_ranks(rank: int, world: int) -> str:
     ep = Topology.from_sizes(ep=world, timeout_s=20).ep
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heaps, "_host", lambda: ("a", str(rank)))
+        patch.setattr(heaps, "_host_identity", lambda: ("a", str(rank)))
         with pytest.raises(ConfigError) as caught:
             open_heap(ep, CPU)
     return str(caught.value)

@@ -10,8 +10,8 @@ import torch
 
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import MAX_DATA_BYTES
-from fusedmoe.comm.exchange import _foreign_sender, _metadata_message, exchange_metadata
-from fusedmoe.comm.metadata import ExpertCalls, Metadata, NonFinite, RowForm, TokenCounts
+from fusedmoe.comm.exchange import _find_foreign_sender, _make_messages, exchange_metadata
+from fusedmoe.comm.metadata import ExpertCalls, Metadata, NonFiniteCount, RowForm, TokenCounts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from tests.cluster import Cluster
@@ -22,7 +22,7 @@ COUNTS_PE, TOKENS_Pp = torch.tensor([[1, 2], [0, 4]]), torch.tensor([[2], [3]])
 
 def test_metadata_message_has_documented_columns() -> None:
     own = Metadata(*FORM.columns(), rank=5, expert_calls=ExpertCalls.CHUNKS, weights_require_grad=False)
-    message_PC = _metadata_message(COUNTS_PE, TOKENS_Pp, own, NonFinite(torch.tensor(3, dtype=torch.int32), "a text"))
+    message_PC = _make_messages(COUNTS_PE, TOKENS_Pp, own, NonFiniteCount(torch.tensor(3, dtype=torch.int32), "a text"))
     assert message_PC.dtype == torch.int64
     for row, pairs, tokens in zip(message_PC.tolist(), COUNTS_PE.tolist(), TOKENS_Pp.tolist(), strict=True):
         assert row[:2] == pairs and row[2:3] == tokens and 2 * row[3] == sum(row)
@@ -33,9 +33,7 @@ def undetected_changes(rank: int, world: int) -> list[str]:
     """Return the single changes that pass unnoticed: the column and the difference."""
     topology, passed = Topology.from_sizes(world), []
     own = Metadata(*FORM.columns(), rank=0)
-    table_QPC = _metadata_message(COUNTS_PE[:1].repeat(world, 1), TOKENS_Pp[:1].repeat(world, 1), own, None)[
-        None
-    ].numpy()
+    table_QPC = _make_messages(COUNTS_PE[:1].repeat(world, 1), TOKENS_Pp[:1].repeat(world, 1), own, None)[None].numpy()
     fields = len(Metadata._fields)
     rank_column = table_QPC.shape[-1] - fields + Metadata._fields.index("rank")
     table_QPC[..., rank_column] += np.arange(world)
@@ -43,7 +41,7 @@ def undetected_changes(rank: int, world: int) -> list[str]:
 
     def sender(messages: np.ndarray) -> int | None:
         received = Metadata(*messages[..., -fields:].transpose(2, 0, 1))
-        return _foreign_sender(messages, received, 2, topology.ep, topology.esp)
+        return _find_foreign_sender(messages, received, 2, topology.ep, topology.esp)
 
     assert sender(table_QPC) is None
     for column in range(table_QPC.shape[-1]):

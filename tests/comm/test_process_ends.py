@@ -73,14 +73,14 @@ def test_rank_joining_at_timeout_is_not_blamed(monkeypatch: pytest.MonkeyPatch) 
     """A rank arrives between the last read and the check for missing ranks, which then finds no culprit."""
     store = torch.distributed.HashStore()
     board, other = Board(store, 0), Board(store, 1)
-    get, comes = board._get, iter([True])
+    get, comes = board._read_value, iter([True])
 
     def look(key: str) -> bytes | None:
         if next(comes, False):
             assert other.all_gather_json((0, 1), "late", 20.0) == ["early", "late"]
         return get(key)
 
-    monkeypatch.setattr(board, "_get", look)
+    monkeypatch.setattr(board, "_read_value", look)
     passes = SimpleNamespace(monotonic=count(step=15).__next__, monotonic_ns=time.monotonic_ns, sleep=lambda _: None)
     monkeypatch.setattr(board_module, "time", passes)
     assert board.all_gather_json((0, 1), "early", 20.0) == ["early", "late"]

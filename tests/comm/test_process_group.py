@@ -324,7 +324,7 @@ def join_next_attempt(rank: int, world: int) -> None:
             topology.world.board.post(topology.world.board.rank, "the program", "a fault of the first attempt")
         assert topology.world.board.read(wait_s=20.0) is not None
         # The attempt's end: clear the process groups of the pool, and this process's state.
-        group._POOLS.clear()
+        group._POOL_BY_DEFAULT_GROUP.clear()
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         again = Topology.from_sizes(2, timeout_s=20.0)
         assert again.world.board.read() is None

@@ -39,7 +39,7 @@ def test_results_for_remote_peers_are_staged(buffers: ReceiveBuffers) -> None:
     result_row_R = torch.tensor([4, 5, 0, 1, 7])
     for rows, size in (
         (buffers.returned, 64),
-        (buffers.returned_values, 4),
+        (buffers.value_return_buffers, 4),
     ):
         addresses, own, table = define_addresses(peer_R, result_row_R, rows, 1, 9), rows.own, rows.table
         behind = 12 * size  # in the second slot, after 6 tokens' 2 results
@@ -58,7 +58,7 @@ def test_staging_fits_rows_of_all_chunks(buffers: ReceiveBuffers) -> None:
         chunk = (-(-SIZES.tokens * SIZES.k // degree) + buffers.experts) * 4
         chunk = -(-chunk // 4) * 4
         peer_R = torch.full((chunk,), 3, dtype=torch.int32)
-        for rows in (buffers.returned, buffers.returned_values):
+        for rows in (buffers.returned, buffers.value_return_buffers):
             staging = rows.staging
             assert staging is not None
             last = define_addresses(peer_R, torch.arange(chunk), rows, 0, chunk * (degree - 1)).store_N[-1]

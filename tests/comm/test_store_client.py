@@ -70,7 +70,7 @@ def test_failed_reconnect_disables_store_client(monkeypatch: pytest.MonkeyPatch)
     def none(*_: object) -> None:
         raise MemoryError("for a socket")
 
-    monkeypatch.setattr(store_client, "_reconnect", none)
+    monkeypatch.setattr(store_client, "_open_second_connection", none)
     client = StoreClient(dist.HashStore())
     assert [client.request(lambda _: "here", 20) for _ in range(2)] == [None, None]
     assert client.connection_error == "the connection to it broke: MemoryError: for a socket"
@@ -78,7 +78,7 @@ def test_failed_reconnect_disables_store_client(monkeypatch: pytest.MonkeyPatch)
 
 def test_host_of_slow_store_is_not_blamed(blocked_store: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store answers late, after a rank has timed out waiting for another."""
-    monkeypatch.setattr(board_module, "_STORE_SILENCE_S", 60.0)
+    monkeypatch.setattr(board_module, "_MAX_STORE_SILENCE_S", 60.0)
     waits = SimpleNamespace(
         monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, sleep=lambda _: blocked_store.set()
     )
@@ -93,7 +93,7 @@ def test_host_of_slow_store_is_not_blamed(blocked_store: threading.Event, monkey
 
 @pytest.mark.slow
 def test_host_of_unresponsive_store_is_named(blocked_store: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "_STORE_SILENCE_S", 0.2)
+    monkeypatch.setattr(board_module, "_MAX_STORE_SILENCE_S", 0.2)
     store = dist.HashStore()
     board = Board(store, 3)
     shared_client(store).request(lambda _: blocked_store.wait(), 0.05)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.comm import collectives
-from fusedmoe.comm.failure.board import Note
+from fusedmoe.comm.failure.board import WaitNote
 from fusedmoe.comm.group import Group, Job
 from fusedmoe.errors import RankError
 from fusedmoe.tutel.impls.communicate import start_swap
@@ -45,7 +45,7 @@ class Board:
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
-        self.calls: Counter[str] = Counter()
+        self.num_calls_by_operation: Counter[str] = Counter()
 
     def read(self) -> None:
         return None
@@ -97,8 +97,8 @@ def test_slow_rank_is_not_reported_as_stopped(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(collectives, "time", clock)
 
     class Busy(Board):
-        def wait_notes(self, ranks: object) -> dict[int, Note]:
-            return {1: Note("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
+        def wait_notes(self, ranks: object) -> dict[int, WaitNote]:
+            return {1: WaitNote("something else", int(min(clock.now_s, 30.0 if stops else 1e9) / 4 + 0.5))}
 
         def blame(self, rank: int, operation: str, text: str, is_absent: bool = False) -> str:
             assert is_absent and not text.endswith(".")
@@ -151,7 +151,7 @@ def test_pending_collective_holds_no_reference_to_group(monkeypatch: pytest.Monk
     duplex = Group("ep", (0, 1), 0, object(), job, object())  # type: ignore[arg-type]
     for name in ("all_to_all_single", "all_reduce"):
         monkeypatch.setattr(dist, name, never)
-    monkeypatch.setattr(collectives, "_all_gather_tensor", never)
+    monkeypatch.setattr(collectives, "_all_gather_into_tensor", never)
     for call in (
         lambda rows: collectives.all_to_all_rows(group, rows, [2, 2], [1, 3]),
         lambda rows: collectives.all_to_all_rows(duplex, rows, [2, 2], [2, 2]),

@@ -26,7 +26,9 @@ class FakeGpu:
         self.launched: list[Callable[[], None]] = []
         self.waits = 0
         self.captures = False
-        patch.setattr(heap_module, "_allocate_record", lambda count, device: torch.zeros(count, dtype=torch.int64))
+        patch.setattr(
+            heap_module, "_allocate_failure_record", lambda count, device: torch.zeros(count, dtype=torch.int64)
+        )
         patch.setattr(heap_module, "_synchronize", lambda device: self.settle())
 
     def settle(self) -> bool:

@@ -28,7 +28,7 @@ from fusedmoe.graph.rewriting import (
     slice_chunk,
     stage_plan,
 )
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import TaskDurations
 from fusedmoe.schedule.simulate import makespan
 from tests.graph.models import Steady
 from tests.marks import slowly
@@ -302,10 +302,10 @@ def test_groups_keep_all_to_all_with_its_users() -> None:
 def test_stage_makespan_equals_hand_computation() -> None:
     """Two chunks, 1 s compute, 2 s communication, 1 s compute: 1 + 2 + 2 + 1, as chunk 2 waits for the link."""
     plan, seconds = stage_plan({0: 1.0, 1: 1.0}, {0: 2.0}, 0.0, 2)
-    assert makespan(plan, Durations(seconds)) == 6.0
+    assert makespan(plan, TaskDurations(seconds)) == 6.0
     # Independent work runs during communication.
     plan, seconds = stage_plan({0: 1.0, 1: 1.0}, {0: 2.0}, 1.0, 2)
-    assert makespan(plan, Durations(seconds)) == 6.0
+    assert makespan(plan, TaskDurations(seconds)) == 6.0
 
 
 def test_missing_ortools_error_names_pip_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from fusedmoe.graph.axes import Axis, Rows, reshape_rows, split_operator
 from fusedmoe.graph.instructions import Instructions
 from fusedmoe.graph.micro_batches import infer_split
 from fusedmoe.graph.rewriting import InstructionRange, RangeSplit, rewrite, stage_plan
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import TaskDurations
 from fusedmoe.schedule.simulate import makespan
 from tests.cluster import Cluster
 from tests.graph.models import FreeCopies, Model, train
@@ -285,6 +285,6 @@ def test_row_chunks_hide_as_much_as_model_micro_batches(world: None, wire_s: flo
     attention_s = (4 * 8 + 2 * 2) / (2 * 16)  # projections, and scores of two tokens
     compute = {stage: (attention_s, 1.0)[stage % 2] / chunks for stage in range(2 * blocks)}
     plan, taken = stage_plan(compute, dict.fromkeys(compute, wire_s / 2 / chunks), 0.0, chunks)
-    best_s = makespan(plan, Durations(taken))
+    best_s = makespan(plan, TaskDurations(taken))
     assert best_s * (1 - 1e-9) <= seconds[True] <= 1.1 * best_s, (best_s, seconds)
     assert seconds[True] <= seconds[False]

@@ -11,7 +11,7 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, Observed, Sample
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, MeasuredPart, Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import any_order, layer_policies
 from fusedmoe.schedule.simulate import makespan
@@ -63,7 +63,7 @@ def test_measured_times_select_chunks_of_each_pass(where: tuple[Workload, tuple[
         copy_s = rng.choice(copies)
         lines = {**slow.lines, "copy": Line(copy_s, 0.0)}
         ran = {
-            Sample(kind, phase, chunks): rng.uniform(1.0, 1.5)
+            MeasuredPart(kind, phase, chunks): rng.uniform(1.0, 1.5)
             for phase in PHASES
             for chunks in rng.sample((1, 2, 4, 8), rng.randint(1, 4))
         }

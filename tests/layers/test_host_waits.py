@@ -99,7 +99,7 @@ def as_on_cuda(topology: Topology) -> Iterator[list[str]]:
         for module in (input_checks, checks):
             patch.setattr(module, "uses_triton", lambda tensor: True)
         for group in (topology.world, topology.ep, topology.esp, topology.dp):
-            patch.setattr(group, "on_gpu", group.handle is not None)
+            patch.setattr(group, "uses_nccl", group.handle is not None)
         yield waits
 
 

@@ -19,7 +19,7 @@ from fusedmoe.experts.networks import Custom
 from fusedmoe.gates.base import Gate, Routing
 from fusedmoe.layers.measure import time_fused, time_layer
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.schedule.cost import CostModel, Line, Observed, Sample
+from fusedmoe.schedule.cost import CostModel, Line, MeasuredPart, Observed
 from fusedmoe.schedule.task import PHASES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step
@@ -103,10 +103,10 @@ def test_measured_parts_equal_known_times(cluster: Cluster) -> None:
     assert one == other and one.rows == TOKENS * K
     rows, slower = TOKENS * K, 2.0
     for phase, times in (("forward", 1.0), ("backward", 2.0)):
-        assert one.seconds[Sample("other", phase)] == pytest.approx(times * GATE_S)
+        assert one.seconds[MeasuredPart("other", phase)] == pytest.approx(times * GATE_S)
         for chunks in (1, 4):
             expected_s = slower * times * (START_S + ROW_S * rows / chunks)
-            assert one.seconds[Sample("expert", phase, chunks)] == pytest.approx(expected_s)
+            assert one.seconds[MeasuredPart("expert", phase, chunks)] == pytest.approx(expected_s)
     assert {sample.kind for sample in one.seconds} == {"other", "count-exchange", "dispatch", "expert", "combine"}
     workload = Workload(1, rows, M, M, E, k=1, ep=2)
     model = CostModel(MODEL.lines, observed={workload.shapes: one})
@@ -135,7 +135,7 @@ def test_fused_operations_are_measured_per_chunk_count(give_up_s: float, tokens:
     more = give_up_s > 1 and tokens > 64
     of_all = tokens if more else 64
     assert found.keys() == {
-        Sample(of[4], phase, chunks) for phase in PHASES for chunks in ((1, 2, 4) if more else (1,))
+        MeasuredPart(of[4], phase, chunks) for phase in PHASES for chunks in ((1, 2, 4) if more else (1,))
     }
     for (_, phase, chunks, _), seconds in found.items():
         forward_s = GATE_S + chunks * START_S + ROW_S * of_all
@@ -151,7 +151,7 @@ def measure_repeatedly(rank: int, world: int, folder: str) -> list[float]:
         patch.setenv(CACHE, folder)
         for number, again_s in enumerate((None, 1.0, 1.0), 1):
             costs = CostModel({name: Line(1e-4, number * 1e-9) for name in MODEL.lines})
-            seen = Observed({Sample("expert", "forward", 1): float(number)})
+            seen = Observed({MeasuredPart("expert", "forward", 1): float(number)})
             patch.setattr(
                 "fusedmoe.runtime.cache.cached_profile", lambda *_, of=costs, **__: (SimpleNamespace(costs=of),)
             )

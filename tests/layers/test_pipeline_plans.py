@@ -26,7 +26,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.plan_chooser import PlanChooser
 from fusedmoe.schedule.policies import POLICIES, micro_batch_policies
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.step import Degrees, fused_pass, one_pass
+from fusedmoe.schedule.step import Degrees, extract_phase, fused_pass
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import STAGES
 from fusedmoe.schedule.workload import Workload, uniform_share
@@ -54,7 +54,7 @@ def costs_of(topology: Topology, k: int, kinds: Sequence[str], waits: bool) -> S
 
 
 def halves(plan: Plan) -> Plans:
-    return Plans(one_pass(plan, "forward"), one_pass(plan, "backward"))
+    return Plans(extract_phase(plan, "forward"), extract_phase(plan, "backward"))
 
 
 def compare_policy_with_no_overlap(

@@ -20,7 +20,7 @@ from fusedmoe.engine.chunk_experts import AutogradExperts
 from fusedmoe.engine.run import Plans
 from fusedmoe.engine.shared_expert_task import SharedExpertTask
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import CostModel, Durations, Line
+from fusedmoe.schedule.cost import CostModel, Line, TaskDurations
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.shared_expert import with_shared_expert
@@ -191,11 +191,11 @@ def test_shared_expert_is_placed_where_the_pass_is_shortest(phase: str) -> None:
             seconds = dict(zip(("dispatch", "expert", "combine", "shared-expert"), drawn, strict=True))
 
             def pass_s(of: Plan, seconds: dict[str, float] = seconds) -> float:
-                return makespan(of, Durations({task: seconds[task.kind] for task in of.tasks}))
+                return makespan(of, TaskDurations({task: seconds[task.kind] for task in of.tasks}))
 
             task = Task(TaskKind.SHARED_EXPERT, None, 0, phase)
             places = [Plan((*plan.compute[:n], task, *plan.compute[n:]), (), plan.inter) for n in range(degree + 1)]
-            costs = Durations({task: seconds[task.kind] for task in plan.tasks})
+            costs = TaskDurations({task: seconds[task.kind] for task in plan.tasks})
             # Parts as long as the whole: one part is the fastest.
             found = with_shared_expert(plan, phase, costs, lambda count, seconds=seconds: seconds["shared-expert"])
             assert pass_s(found) == min(map(pass_s, places))
@@ -262,7 +262,7 @@ def test_parts_of_a_module_have_the_gradients_of_the_whole(counts: tuple[int, in
 PROPORTIONS = {"DeepSeek-V3": (7168, 2048, 1, 8), "Qwen2-MoE": (2048, 1408, 4, 4)}
 
 
-def predicted(rng: random.Random, name: str) -> Iterator[tuple[Plan, str, Durations, Callable[[int], float]]]:
+def predicted(rng: random.Random, name: str) -> Iterator[tuple[Plan, str, TaskDurations, Callable[[int], float]]]:
     """Plans of random machines and batches, with the costs of their tasks and of parts of the shared expert."""
     M, H, factor, k = PROPORTIONS[name]
     bandwidth = 10 ** rng.uniform(9.5, 11.5)
@@ -278,7 +278,7 @@ def predicted(rng: random.Random, name: str) -> Iterator[tuple[Plan, str, Durati
         plans = fusedmoe.Schedule(policy).plans(kinds, workload, costs)
         for phase in PHASES:
             plan = plans.of(phase)
-            known = Durations(layer.seconds(plan), layer.contention)
+            known = TaskDurations(layer.seconds(plan), layer.contention)
             yield plan, phase, known, alone.chunks[phase][TaskKind.EXPERT].seconds
 
 
@@ -288,12 +288,12 @@ def test_predictions_hide_the_shared_expert_where_communication_leaves_room(name
     for plan, phase, costs, part_s in (each for _ in range(40) for each in predicted(rng, name)):
         found = with_shared_expert(plan, phase, costs, part_s)
         tasks = [task for task in found if task.kind == TaskKind.SHARED_EXPERT]
-        known = Durations({**costs.given, **dict.fromkeys(tasks, part_s(len(tasks)))}, costs.contention)
+        known = TaskDurations({**costs.durations_s, **dict.fromkeys(tasks, part_s(len(tasks)))}, costs.contention)
         without_s, alone_s, with_s = makespan(plan, costs), part_s(1), makespan(found, known)
         assert with_s <= (without_s + alone_s) * (1 + 1e-9)
         parts.add(len(tasks))
         # A quarter more room: a part of the shared expert has a start-up time, and does not fit into every gap.
-        if without_s - sum(costs.given[task] for task in plan.compute) >= 1.25 * alone_s:
+        if without_s - sum(costs.durations_s[task] for task in plan.compute) >= 1.25 * alone_s:
             hidden.append((without_s + alone_s - with_s) / alone_s)
     assert len(hidden) >= 40 and min(hidden) >= 0.8 and len(parts) > 1, (len(hidden), min(hidden), parts)
 

@@ -24,7 +24,7 @@ from fusedmoe.schedule import CostModel, Workload
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import one_pass
+from fusedmoe.schedule.step import extract_phase
 from fusedmoe.schedule.task import TaskKind
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
@@ -346,7 +346,7 @@ def check_pipeline(rank: int, world: int, wire: str, sizes: dict[str, int], opti
     step_costs = run_blocks.workload(x).step_costs(costs(), [0, 0], blocks[0][1].parts, whole=True)
     plan = micro_schedule(step_costs, StepSplit(2, 2, weights=True)).plan()
     assert TaskKind.WEIGHT_GRADIENT in plan.kinds
-    run_blocks.set_plan(Plans(one_pass(plan, "forward"), one_pass(plan, "backward")))
+    run_blocks.set_plan(Plans(extract_phase(plan, "forward"), extract_phase(plan, "backward")))
     require_equal(run(blocks, run_blocks), expected, 1e-9)
     # Layers outside of the pipeline use its format, too.
     require_equal(run(blocks, partial(sequentially, blocks)), expected, 1e-9)

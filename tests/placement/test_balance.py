@@ -28,7 +28,7 @@ from fusedmoe.placement.traffic import (
     layer_s,
     transfers_s,
 )
-from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.cost import TaskDurations
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.sparse_collectives import add_sparse_collectives
 from fusedmoe.schedule.simulate import makespan
@@ -316,7 +316,9 @@ def simulated_exposed_s(before: Placement, found: Balance, costs: PlacementCosts
     for rank in np.flatnonzero(new_EV.any(axis=0)).tolist():
         rows = {"f1.D0": rows_s, "f1.E0": forward_W[rank], "f1.C0": rows_s, "b1.A": hidden_s}
         without, with_them = (
-            makespan(replicated, Durations({task: (rows | sparse).get(task_name(task), 0.0) for task in replicated}))
+            makespan(
+                replicated, TaskDurations({task: (rows | sparse).get(task_name(task), 0.0) for task in replicated})
+            )
             for sparse in ({"b1.SRS": had_s}, {"f1.SAG": there_s, "b1.SRS": had_s + there_s})
         )
         exposed.append(with_them - without)

@@ -51,7 +51,7 @@ def recorded() -> Iterator[list[Issue]]:
         name, thread = group.group_name, threading.current_thread().name
         issues.append(Issue(name, dist.get_rank(group), operation, tuple(send), tuple(recv), str(tensor.dtype), thread))
 
-    to_all, reduce, gather = dist.all_to_all_single, dist.all_reduce, collectives._all_gather_tensor
+    to_all, reduce, gather = dist.all_to_all_single, dist.all_reduce, collectives._all_gather_into_tensor
 
     def all_to_all_single(out: Any, rows: Any, recv: Any, send: Any, *, group: Any, **more: Any) -> Any:
         note("all-to-all", group, rows, send, recv)
@@ -68,7 +68,7 @@ def recorded() -> Iterator[list[Issue]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", all_to_all_single)
         patch.setattr(dist, "all_reduce", all_reduce)
-        patch.setattr(collectives, "_all_gather_tensor", all_gather)
+        patch.setattr(collectives, "_all_gather_into_tensor", all_gather)
         yield issues
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.profiler import observe_steps
-from fusedmoe.schedule.cost import Sample
+from fusedmoe.schedule.cost import MeasuredPart
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import PHASES
@@ -44,4 +44,4 @@ def test_observe_steps_respects_budget_and_alternates_plans(budget_s: float, cou
     assert done == order
     rounds = {plan: [n for p, n in counted if p == plan] for plan in (ONE, TWO)}
     middle = {len(plan): len(plan) + 10 * sum(of) / len(of) for plan, of in rounds.items() if of}
-    assert found.seconds == {Sample("expert", "forward", chunks): seconds for chunks, seconds in middle.items()}
+    assert found.seconds == {MeasuredPart("expert", "forward", chunks): seconds for chunks, seconds in middle.items()}

@@ -25,8 +25,8 @@ from fusedmoe.schedule.cost import (
     NO_CONTENTION,
     Contention,
     CostModel,
-    Durations,
     Line,
+    TaskDurations,
     fit_nonnegative_line,
     speed_fractions,
 )
@@ -79,7 +79,7 @@ def test_speed_fractions_invert_simulator() -> None:
     for _ in range(100):
         alone_s, shares = ([random.uniform(0.1, 9), random.uniform(0.1, 9)], [random.uniform(0.1, 1) for _ in range(2)])
         contention = Contention(compute_beside_inter=shares[0], inter_beside_compute=shares[1])
-        durations = Durations({tasks["expert"]: alone_s[0], tasks["dispatch"]: alone_s[1]}, contention)
+        durations = TaskDurations({tasks["expert"]: alone_s[0], tasks["dispatch"]: alone_s[1]}, contention)
         spans = {span.kind: span.end_s for span in simulate(together, durations).spans}
         found = speed_fractions((alone_s[0], alone_s[1]), (spans["expert"], spans["dispatch"]))
         # The task that ends first yields its own share; the other's share follows from its remaining work.
@@ -275,7 +275,7 @@ def test_all_ranks_return_equal_profiles(
     links = [link for link, name in (("intra", LINES[1]), ("inter", LINES[0])) if name in names]
     for one, other in itertools.permutations(("compute", "intra", "inter"), 2):
         measured_both = {one, other} <= {"compute", *links}
-        assert measured_both or found.costs.contention.share(one, other) == 1.0
+        assert measured_both or found.costs.contention.speed_fraction(one, other) == 1.0
 
 
 # JSON

@@ -12,7 +12,7 @@ import torch
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.recorder import Recorder, record_operation, span
-from fusedmoe.schedule.timeline import Span, align
+from fusedmoe.schedule.timeline import Span, align_timelines
 
 
 def test_spans_record_times_of_their_bodies():
@@ -133,7 +133,7 @@ def test_align_matches_recorders_with_different_clocks(monkeypatch: pytest.Monke
         now_s[0] += 0.001
     raw = [recorder.timeline() for recorder in (one, two)]
     assert raw[0].start_s - raw[1].start_s == pytest.approx(0.05)
-    assert [one.start_s for one in align(raw)] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert [one.start_s for one in align_timelines(raw)] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_compiled_span_without_recorder_has_no_graph_break():

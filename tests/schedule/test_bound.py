@@ -143,8 +143,10 @@ def test_program_of_some_choices_finds_the_bound_of_all_choices() -> None:
 
 def test_equal_layers_of_a_deep_stack_are_one_pass_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
-    undominated = bound._undominated
-    monkeypatch.setattr(bound, "_undominated", lambda sums: rows.append(sums.shape[0]) or undominated(sums))
+    undominated = bound._remove_dominated_columns
+    monkeypatch.setattr(
+        bound, "_remove_dominated_columns", lambda sums: rows.append(sums.shape[0]) or undominated(sums)
+    )
     costs = random_stack(random.Random(1), 1)
     for depth in (20, 60):
         rows.clear()

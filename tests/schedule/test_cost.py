@@ -107,7 +107,8 @@ def test_least_time_under_contention_equals_linear_program():
         work = [rng.choice([0.0, rng.random()]) for _ in RESOURCES]
         sets = [of for count in (1, 2, 3) for of in combinations(RESOURCES, count)]
         speeds = [
-            [-math.prod(contention.share(r, one) for one in of) if r in of else 0.0 for of in sets] for r in RESOURCES
+            [-math.prod(contention.speed_fraction(r, one) for one in of) if r in of else 0.0 for of in sets]
+            for r in RESOURCES
         ]
         # Each resource can do at least its work; doing more is allowed.
         solved = linprog(np.ones(len(sets)), speeds, [-one for one in work])

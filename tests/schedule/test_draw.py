@@ -15,18 +15,18 @@ from matplotlib.colors import to_hex
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.draw import (
-    _ROW_GROUND,
+    _ROW_COLOUR,
     COLOURS,
     MAX_TIMELINES,
     Timelines,
+    background_colour,
+    bar_stripes,
     draw,
     figure,
-    ground_of,
-    ms,
-    stripes_of,
+    format_ms,
 )
 from fusedmoe.schedule.task import FUSED, KINDS, RESOURCES, resources_of
-from fusedmoe.schedule.timeline import Span, Timeline, align, trace
+from fusedmoe.schedule.timeline import Span, Timeline, align_timelines, trace
 from tests.schedule.test_timeline import check_format
 from tests.schedule.timelines import training_step
 
@@ -128,14 +128,14 @@ def test_brackets_label_pass_and_layer_uniformly(layers, pattern):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_backgrounds_of_neighbouring_layers_differ(phase):
-    grounds = [ground_of(phase, layer) or _ROW_GROUND for layer in range(4)]
+    grounds = [background_colour(phase, layer) or _ROW_COLOUR for layer in range(4)]
     assert grounds[0] == grounds[2] and grounds[1] == grounds[3]
     for vision in VISION.values():
         one, two = (cielab(ground, vision) for ground in grounds[:2])
         assert np.linalg.norm(one - two) > 4  # about 2 is just visible
     picture = figure(training_step(random.Random(), layers=3, degree=2))
     drawn = {to_hex(patch.get_facecolor()) for patch in picture.axes[1].patches}
-    assert {ground_of(phase, 1), ground_of("backward", 0)} <= drawn
+    assert {background_colour(phase, 1), background_colour("backward", 0)} <= drawn
 
 
 def test_bars_have_color_and_position_of_their_span():
@@ -143,7 +143,7 @@ def test_bars_have_color_and_position_of_their_span():
     picture = figure(timeline)
     picture.canvas.draw()
     image = np.asarray(picture.canvas.buffer_rgba())[..., :3]
-    (aligned,) = align([timeline])
+    (aligned,) = align_timelines([timeline])
     chart = picture.axes[1]
     rows = {"compute": 0.37, "intra": 0.76, "inter": 1.15}  # inches from the top; near the middles of the rows
     checked = 0
@@ -307,7 +307,7 @@ def test_trace_repeats_fused_span_on_each_resource_thread():
 
 
 def test_stripes_distinguish_fused_kinds():
-    looks = {kind: tuple(stripes_of(kind)) for kind in KINDS}
+    looks = {kind: tuple(bar_stripes(kind)) for kind in KINDS}
     assert len(set(looks.values())) == len(KINDS)
     for kind, parts in FUSED.items():
         ground, *bands = looks[kind]
@@ -351,4 +351,4 @@ def test_durations_have_three_digits_and_their_unit():
         10.0: "10.0 s",
         99.97: "100 s",
     }
-    assert {seconds: ms(seconds) for seconds in durations} == durations
+    assert {seconds: format_ms(seconds) for seconds in durations} == durations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fusedmoe.schedule.cost import NO_CONTENTION, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, TaskDurations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
@@ -51,14 +51,14 @@ def test_list_plan_has_each_task_once_without_needless_wait():
         assert sorted(map(str, plan)) == sorted(map(str, tasks))
         assert [task for task in plan.inter if task.kind == GRADIENT] == [t for t in tasks if t.kind == GRADIENT]
         # No task could start sooner in its position: each starts when one of its dependencies ends.
-        timeline = simulate(plan, Durations(seconds))
+        timeline = simulate(plan, TaskDurations(seconds))
         ends = {0.0} | {span.end_s for span in timeline.spans}
         assert all(span.start_s in ends for span in timeline.spans)
-        assert makespan(plan, Durations(seconds)) <= sum(seconds.values()) * (1 + 1e-12)
+        assert makespan(plan, TaskDurations(seconds)) <= sum(seconds.values()) * (1 + 1e-12)
         schedule = ListSchedule(tasks, seconds)
         assert schedule.plan() == plan
         for contention in (NO_CONTENTION, random_contention(rng)):
-            assert schedule.makespan_s(contention) == pytest.approx(makespan(plan, Durations(seconds, contention)))
+            assert schedule.makespan_s(contention) == pytest.approx(makespan(plan, TaskDurations(seconds, contention)))
 
 
 def assert_near_optimal(over_best: Sequence[float]) -> None:
@@ -85,8 +85,8 @@ def test_list_plan_is_near_optimum_of_small_steps():
                 plan = Plan.from_orders({"compute": compute, "inter": inter})
             except Exception:
                 continue
-            best = min(best, makespan(plan, Durations(seconds)))
-        over_best.append(makespan(list_plan(tasks, seconds), Durations(seconds)) / best)
+            best = min(best, makespan(plan, TaskDurations(seconds)))
+        over_best.append(makespan(list_plan(tasks, seconds), TaskDurations(seconds)) / best)
     assert_near_optimal(over_best)
 
 

@@ -13,9 +13,9 @@ from fusedmoe.schedule.cost import Contention, Line
 from fusedmoe.schedule.machines import (
     MACHINES,
     TESTBEDS,
-    Datum,
     Link,
     Machine,
+    SourcedValue,
     expected_maximum,
     measured_spread,
     scaling_ranks,
@@ -24,8 +24,8 @@ from fusedmoe.schedule.machines import (
 from fusedmoe.schedule.timeline import Span, Timeline
 
 
-def chosen_datum(value: float) -> Datum:
-    return Datum(value, "chosen")
+def chosen_datum(value: float) -> SourcedValue:
+    return SourcedValue(value, "chosen")
 
 
 # Four ranks a node; a link carries 50 of 100 bytes/s inside it, and two cards 16 of 20 each: 8 bytes/s for each rank.
@@ -96,7 +96,7 @@ def test_all_to_all_time_is_monotonic_in_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", TESTBEDS)
 def test_machine_model_reproduces_published_testbed(name: str) -> None:
     """All-reduce is not among the measurements behind its figures."""
-    testbed, machine = TESTBEDS[name], MACHINES[f"fsmoe-{name.lower()}"].changed(spread=0.0)
+    testbed, machine = TESTBEDS[name], MACHINES[f"fsmoe-{name.lower()}"].with_values(spread=0.0)
     costs = machine.costs(testbed.nodes * testbed.gpus, testbed.nodes, testbed.gpus, testbed.gpus)
     for line in ("all-to-all/ep", "all-gather/esp", "gemm"):
         published = testbed.costs.line(line)
@@ -115,7 +115,7 @@ def test_expected_maximum_and_slowest_rank_factor() -> None:
     assert expected_maximum(64) == pytest.approx(sum(drawn) / len(drawn), abs=0.1)  # seven standard errors
     rising = [slowest_rank_factor(ranks, 0.1) for ranks in (1, 8, 64, 512, 4096)]
     assert rising == sorted(rising) and rising[0] == pytest.approx(1) and rising[-1] == pytest.approx(1.363, abs=1e-3)
-    even, uneven = TINY.costs(16), TINY.changed(spread=0.1).costs(16)
+    even, uneven = TINY.costs(16), TINY.with_values(spread=0.1).costs(16)
     factor = slowest_rank_factor(16, 0.1)
     for line in ("gemm", "copy"):
         assert lines_are_close(uneven.line(line), factor * even.line(line).alpha_s, factor * even.line(line).beta_s)
@@ -167,7 +167,7 @@ def test_costs_reject_invalid_group_sizes(sizes: dict[str, int], message: str) -
 @pytest.mark.parametrize("spread", [-0.1, math.nan, math.inf])
 def test_invalid_spread_is_rejected(spread: float) -> None:
     with pytest.raises(ConfigError, match="spread"):
-        TINY.changed(spread=spread).costs(8)
+        TINY.with_values(spread=spread).costs(8)
 
 
 _SHARES = ("intra.reached", "inter.reached", "contention", "computes_beside", "links_beside")

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from fusedmoe.schedule.cost import NO_CONTENTION, CostModel, Durations, Line
+from fusedmoe.schedule.cost import NO_CONTENTION, CostModel, Line, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch
@@ -97,7 +97,7 @@ def test_order_search_delays_weight_gradient_for_next_chunk() -> None:
     links = "\ninter: b0.D0 b0.D1 b0.C0 b0.C1 b0.AR"
     listed = Plan.parse("compute: b0.E0 b0.WG0 b0.E1 b0.WG1 b0.A" + links)
     took_s = {"dispatch": 3e-3, "expert": 2e-3, "weight-gradient": 5e-3, "combine": 4e-3, "attention": 1e-3}
-    costs = Durations({task: took_s.get(task.kind, 20e-3) for task in listed})
+    costs = TaskDurations({task: took_s.get(task.kind, 20e-3) for task in listed})
     assert makespan(listed, costs) == pytest.approx(38e-3)
     found = improved_order(listed, costs)
     assert makespan(found, costs) == pytest.approx(35e-3)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -26,7 +26,7 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
         buckets = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
         plan = Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
         of = {kind: chunks[kind].seconds(degree) for kind in kinds} | {"gradient-all-reduce": gar}
-        found.append(makespan(plan, Durations({task: of[task.kind] for task in plan}, contention)))
+        found.append(makespan(plan, TaskDurations({task: of[task.kind] for task in plan}, contention)))
     return found
 
 
@@ -48,7 +48,7 @@ def test_chosen_degree_is_optimal_on_published_grid(testbed):
             for r in range(1, 17):
                 plan = plans[r, (AR,) if gar else ()]
                 of = {kind: part.seconds(r) for kind, part in chunks.items()} | {AR.kind: gar}
-                seconds.append(makespan(plan, Durations({task: of[task.kind] for task in plan})))
+                seconds.append(makespan(plan, TaskDurations({task: of[task.kind] for task in plan})))
             choice = choose_degree(chunks, gar, max_degree=16)
             assert seconds[choice.degree - 1] <= min(seconds) * (1 + 1e-12)
             assert choice.seconds == pytest.approx(min(seconds), rel=1e-9)

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.schedule.candidates import OFF, Entry, PlanCandidate
+from fusedmoe.schedule.candidates import OFF_FAMILY, CandidateTimes, PlanCandidate
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.plan_chooser import TRANSITIONS, WINDOW, Phase, PlanChooser, PlanSource
+from fusedmoe.schedule.plan_chooser import TRANSITIONS, WINDOW_STEPS, Phase, PlanChooser, PlanSource
 from fusedmoe.schedule.task import PIPELINE, Task
 
-SHARE, STEPS = 0.02, 500
+TRIAL_BUDGET_SHARE, MIN_BUDGET_STEPS = 0.02, 500
 
 
 def plan_of(chunks: int) -> Plan:
@@ -38,7 +38,7 @@ def candidates_of(predicted_s: Sequence[float]) -> list[PlanCandidate]:
     return sorted(found, key=lambda one: one.predicted_s)
 
 
-Propose = Callable[[Sequence[Entry]], Sequence[PlanCandidate]]
+Propose = Callable[[Sequence[CandidateTimes]], Sequence[PlanCandidate]]
 
 
 class Source(PlanSource):
@@ -63,10 +63,10 @@ class Source(PlanSource):
     def candidates(self) -> Sequence[PlanCandidate]:
         return self.make()
 
-    def earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
+    def load_earlier_choice(self) -> tuple[float, Sequence[PlanCandidate]] | None:
         return self.kept
 
-    def more(self, chooser: PlanChooser) -> Sequence[PlanCandidate]:
+    def make_further_candidates(self, chooser: PlanChooser) -> Sequence[PlanCandidate]:
         return self.propose(chooser.trials.entries)
 
     def measure(self, chooser: PlanChooser, budget_s: float) -> float | None:
@@ -76,7 +76,7 @@ class Source(PlanSource):
         self.applied.append(candidate.family)
 
     def report(self, chooser: PlanChooser) -> None:
-        self.lines.append(chooser.line())
+        self.lines.append(chooser.describe_choice())
 
 
 def chooser_of(
@@ -98,14 +98,14 @@ class Machine:
         self.followed: list[str] = []
 
     def step(self, chooser: PlanChooser, factor: float = 1.0) -> None:
-        family = chooser.now.family
+        family = chooser.current_candidate.family
         warm = 1.0 if family in self.followed else self._rng.uniform(1.0, 1.5)
         slow = self._rng.uniform(1.5, 4.0) if self._rng.random() < self._hiccups else 1.0
         self.followed.append(family)
         chooser.note(factor * self.true_s[family] * warm * slow * self._rng.gauss(1.0, self._noise))
 
     def until_settled(self, chooser: PlanChooser, most: int = 400) -> None:
-        while not chooser.settled:
+        while not chooser.is_settled:
             self.step(chooser)
             assert len(self.followed) <= most
 
@@ -136,7 +136,7 @@ def test_chooser_selects_near_best_plan_within_budget(hiccups: float) -> None:
         within = 6 * noise if not hiccups else 1.0  # rare outliers may affect the best plan's steps
         if chosen_s > machine.best_s * (1 + within + 1e-9):
             slower.append((noise, chooser.trials.entries, machine.true_s))
-        assert machine.regret_s() <= SHARE * STEPS * machine.best_s * (2 if hiccups else 1)
+        assert machine.regret_s() <= TRIAL_BUDGET_SHARE * MIN_BUDGET_STEPS * machine.best_s * (2 if hiccups else 1)
         assert chooser.trials.num_tried == len(machine.followed) - 2  # the plans at the job's start
     # Where the budget ends the search early, noise decides: once in 40,000 machines. Without noise, never.
     assert len(slower) <= 2 and all(noise for noise, *_ in slower), slower
@@ -156,16 +156,16 @@ def test_budget_ends_search_among_slow_plans() -> None:
             continue
         since = machine.followed[machine.followed.index(fast) :]
         extra_s = sum(true_s[family] - 1.0 for family in since)
-        assert extra_s <= SHARE * STEPS + 2 * slower
+        assert extra_s <= TRIAL_BUDGET_SHARE * MIN_BUDGET_STEPS + 2 * slower
         assert chooser.best.candidate.family == fast
 
 
 def test_plans_predicted_slow_are_skipped_except_off() -> None:
-    found = [*candidates_of([1.0, 1.1, 1.6]), PlanCandidate(OFF, Plan(), False, 1.7)]
-    machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.1, "p2": 0.1, OFF: 0.9}, 0.0)
+    found = [*candidates_of([1.0, 1.1, 1.6]), PlanCandidate(OFF_FAMILY, Plan(), False, 1.7)]
+    machine = Machine(random.Random(), {"p0": 1.0, "p1": 1.1, "p2": 0.1, OFF_FAMILY: 0.9}, 0.0)
     chooser = chooser_of(lambda: found)
     machine.until_settled(chooser)
-    assert "p2" not in machine.followed and chooser.best.candidate.family == OFF
+    assert "p2" not in machine.followed and chooser.best.candidate.family == OFF_FAMILY
 
 
 def test_slow_candidate_is_dropped_after_first_steps() -> None:
@@ -191,12 +191,12 @@ def test_ties_choose_simplest_plan(noise: float) -> None:
 
 
 def run_until_settled(chooser: PlanChooser, machine: Machine, factor: float = 1.0) -> None:
-    while not chooser.settled:
+    while not chooser.is_settled:
         machine.step(chooser, factor)
 
 
 def run_windows(chooser: PlanChooser, machine: Machine, factor: float, windows: int = 1) -> None:
-    for _ in range(windows * WINDOW):
+    for _ in range(windows * WINDOW_STEPS):
         machine.step(chooser, factor)
 
 
@@ -206,15 +206,15 @@ def test_drift_restarts_search() -> None:
     run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == "p0"
     run_windows(chooser, machine, 1.09, 3)
-    assert chooser.settled
+    assert chooser.is_settled
     machine.true_s["p0"] = 1.2
     run_windows(chooser, machine, 1.0)
-    assert not chooser.settled
+    assert not chooser.is_settled
     run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == "p1" and chooser.best.median_s == pytest.approx(1.05)
     machine.true_s["p1"] = 0.9
     run_windows(chooser, machine, 1.0)
-    assert not chooser.settled  # shorter steps, too: another plan may now be even faster
+    assert not chooser.is_settled  # shorter steps, too: another plan may now be even faster
 
 
 def test_drift_measures_costs_before_new_plans() -> None:
@@ -237,11 +237,11 @@ def test_drift_measures_costs_before_new_plans() -> None:
     assert happened == ["made"]
     run_windows(chooser, machine, 1.2)
     # After one more step, by the best plan, the source is queried again.
-    assert len(happened) == 2 and not chooser.settled and chooser.now is chooser.best.candidate
+    assert len(happened) == 2 and not chooser.is_settled and chooser.current_candidate is chooser.best.candidate
     chooser.note(1.5)
     _, first_s, second_s, made = happened
-    assert made == "made" and first_s == pytest.approx((SHARE * STEPS - 1.5 - spent_s) / 2)
-    assert second_s == pytest.approx((SHARE * STEPS - 1.5 - spent_s - 0.5) / 2)
+    assert made == "made" and first_s == pytest.approx((TRIAL_BUDGET_SHARE * MIN_BUDGET_STEPS - 1.5 - spent_s) / 2)
+    assert second_s == pytest.approx((TRIAL_BUDGET_SHARE * MIN_BUDGET_STEPS - 1.5 - spent_s - 0.5) / 2)
     run_until_settled(chooser, machine)
     assert chooser.trials.spent_s >= spent_s + 0.5 + 0.75
 
@@ -251,11 +251,11 @@ def test_permanent_drift_stays_within_budget() -> None:
     chooser, steps = chooser_of(lambda: candidates_of([1.0] * 8)), 3000
     for step in range(steps):
         machine.step(chooser, 1.0 if step // 50 % 2 else 1.3)
-    assert chooser.trials.spent_s <= SHARE * steps * 1.3 and chooser.trials.num_tried < steps / 2
+    assert chooser.trials.spent_s <= TRIAL_BUDGET_SHARE * steps * 1.3 and chooser.trials.num_tried < steps / 2
     still = chooser_of(lambda: candidates_of([1.0] * 8), drift=None)
     run_until_settled(still, machine)
     run_windows(still, machine, 100.0, 5)
-    assert still.settled
+    assert still.is_settled
 
 
 def test_cached_plan_is_confirmed_against_runner_up() -> None:
@@ -282,9 +282,9 @@ def test_slower_cached_plan_restarts_search() -> None:
 def test_proposals_are_compared_with_best_plan() -> None:
     best = candidates_of([1.0] * 20)[13]
 
-    def beside(entries: Sequence[Entry]) -> list[PlanCandidate]:
+    def beside(entries: Sequence[CandidateTimes]) -> list[PlanCandidate]:
         tried = {one.candidate.family for one in entries}
-        now = min((one for one in entries if one.seconds), key=lambda one: one.median_s).candidate
+        now = min((one for one in entries if one.step_times_s), key=lambda one: one.median_s).candidate
         number = PLANS.index(now.plan)
         return [one for n in (number - 1, number + 1) if (one := candidates_of([1.0] * 20)[n]).family not in tried]
 
@@ -292,7 +292,7 @@ def test_proposals_are_compared_with_best_plan() -> None:
     chooser = chooser_of(lambda: candidates_of([1.0] * 20)[8:9], beside)
     run_until_settled(chooser, machine)
     assert chooser.best.candidate.family == best.family
-    assert chooser.trials.spent_s <= SHARE * STEPS
+    assert chooser.trials.spent_s <= TRIAL_BUDGET_SHARE * MIN_BUDGET_STEPS
 
 
 def test_equal_step_times_give_equal_choices() -> None:
@@ -340,7 +340,7 @@ def test_source_error_is_repeated_by_later_steps(method: str) -> None:
     chooser = PlanChooser(failing_sources()[method])
     with pytest.raises(ValueError, match="theirs"):
         for number in range(100):
-            chooser.note(chooser.now.predicted_s * (1.0 if number < 40 else 2.0))
+            chooser.note(chooser.current_candidate.predicted_s * (1.0 if number < 40 else 2.0))
     steps = chooser.trials.num_steps
     for _ in range(3):
         with pytest.raises(
@@ -403,13 +403,13 @@ def phase_sequences() -> dict[str, list[Phase]]:
     two = candidates_of([1.0, 1.05])
 
     def steady(chooser: PlanChooser, number: int) -> float:
-        return chooser.now.predicted_s
+        return chooser.current_candidate.predicted_s
 
     def drifting(chooser: PlanChooser, number: int) -> float:
-        return SLOWER_LATER[number >= 200] * chooser.now.predicted_s
+        return SLOWER_LATER[number >= 200] * chooser.current_candidate.predicted_s
 
     def first_measured(chooser: PlanChooser, number: int) -> float:
-        return min(1.0, chooser.now.predicted_s)
+        return min(1.0, chooser.current_candidate.predicted_s)
 
     def given(**more: Any) -> Source:
         return Source(lambda: two, **more)
@@ -462,23 +462,23 @@ def test_unlisted_transition_raises() -> None:
     for before, after in itertools.product(Phase, Phase):
         chooser.phase = before
         if after in TRANSITIONS[before]:
-            chooser._enter(after)
+            chooser._enter_phase(after)
             assert chooser.phase is after
         else:
             with pytest.raises(AssertionError, match=f"{before.name} to {after.name}"):
-                chooser._enter(after)
+                chooser._enter_phase(after)
 
 
 def test_plan_is_applied_on_change_and_reported_on_choice() -> None:
     chooser = chooser_of(lambda: candidates_of([1.0, 1.05]))
     source: Any = chooser.source
-    followed = [chooser.now.family]
-    while not chooser.settled:
+    followed = [chooser.current_candidate.family]
+    while not chooser.is_settled:
         assert not source.lines
-        chooser.note(chooser.now.predicted_s)
-        followed.append(chooser.now.family)
+        chooser.note(chooser.current_candidate.predicted_s)
+        followed.append(chooser.current_candidate.family)
     assert source.applied == [family for family, _ in itertools.groupby(followed)] and len(set(followed)) == 2
-    for _ in range(5 * WINDOW):
+    for _ in range(5 * WINDOW_STEPS):
         chooser.note(1.0)
     assert len(source.lines) == 1 and source.lines[0].startswith(
         "schedule: p0, 1+ chunks: 1 s per step; p1 1.05 s (+5%)"
@@ -489,11 +489,11 @@ def test_plan_is_applied_on_change_and_reported_on_choice() -> None:
 def test_gain_within_noise_is_reported_as_no_difference(off_s: float, gains: bool) -> None:
     """Steps of one plan differ by 10%: two or four of them cannot show a gain of 4%."""
     (plan,) = candidates_of([1.0])
-    chooser = chooser_of(lambda: [plan, PlanCandidate(OFF, Plan(), False, 1.1)])
+    chooser = chooser_of(lambda: [plan, PlanCandidate(OFF_FAMILY, Plan(), False, 1.1)])
     chooser.best, off = chooser.trials.entries
-    chooser.best.seconds, off.seconds = [1.0, 1.1, 1.0, 1.1], [off_s, off_s + 0.1]
+    chooser.best.step_times_s, off.step_times_s = [1.0, 1.1, 1.0, 1.1], [off_s, off_s + 0.1]
     assert chooser.trials.noise == pytest.approx(0.1, rel=0.1)
-    line = chooser.line()
+    line = chooser.describe_choice()
     assert f"off {off_s} s ({off_s - 1:+.0%}" in line and line.startswith("schedule: p0, 1+ chunks: 1 s per step; ")
     assert ("within the spread of" in line) is not gains
     assert ("no gain over off measurable; p0 runs by its lower median; " in line) is not gains
@@ -501,64 +501,69 @@ def test_gain_within_noise_is_reported_as_no_difference(off_s: float, gains: boo
 
 def test_every_compared_plan_within_noise_is_marked() -> None:
     first, second = candidates_of([1.0, 1.1])
-    chooser = chooser_of(lambda: [first, second, PlanCandidate(OFF, Plan(), False, 1.1)])
+    chooser = chooser_of(lambda: [first, second, PlanCandidate(OFF_FAMILY, Plan(), False, 1.1)])
     chooser.best, other, off = chooser.trials.entries
-    chooser.best.seconds, other.seconds, off.seconds = [1.0, 1.1, 1.0, 1.1], [1.02, 1.12], [1.5, 1.6]
-    line = chooser.line()
+    chooser.best.step_times_s, other.step_times_s, off.step_times_s = [1.0, 1.1, 1.0, 1.1], [1.02, 1.12], [1.5, 1.6]
+    line = chooser.describe_choice()
     assert re.search(r"p1 1\.02 s \(\+2%, within the spread of \d+%\), off 1\.5 s \(\+50%\)", line)
     assert "no gain" not in line
-    chooser.best, off.seconds = off, [1.01, 1.11]
-    assert re.search(r"^schedule: off: 1\.01 s per step; p0 1 s \(-1%, within the spread", chooser.line())
-    assert "no gain" not in chooser.line()  # nothing to explain: the simpler plan runs
+    chooser.best, off.step_times_s = off, [1.01, 1.11]
+    assert re.search(r"^schedule: off: 1\.01 s per step; p0 1 s \(-1%, within the spread", chooser.describe_choice())
+    assert "no gain" not in chooser.describe_choice()  # nothing to explain: the simpler plan runs
 
 
 def noisy_chooser(**more: Any) -> PlanChooser:
     """Measured: the best prediction 0.647 s, another plan 0.0874 s, off 1.23 s; steps of one plan differ tenfold."""
     p0, p1 = candidates_of([1.0, 1.1])
-    chooser = chooser_of(lambda: [p0, p1, PlanCandidate(OFF, Plan(), False, 1.2)], **more)
+    chooser = chooser_of(lambda: [p0, p1, PlanCandidate(OFF_FAMILY, Plan(), False, 1.2)], **more)
     chooser.best, other, off = chooser.trials.entries
-    chooser.best.seconds, other.seconds, off.seconds = [0.647, 6.0], [0.0874, 1.5], [1.23, 9.0]
+    chooser.best.step_times_s, other.step_times_s, off.step_times_s = [0.647, 6.0], [0.0874, 1.5], [1.23, 9.0]
     return chooser
 
 
 def test_noisy_measurements_choose_nothing_and_prediction_does() -> None:
     chooser = noisy_chooser()
     assert chooser.trials.is_too_noisy
-    line = chooser.line()
+    line = chooser.describe_choice()
     assert "p1 0.0874 s (-86%, within the spread of" in line
     assert "; measurements are too noisy to choose; running p0 by prediction; " in line and "median" not in line
     chooser.best = chooser.trials.entries[1]
-    assert "too noisy to choose; running p1 by an earlier choice; " in chooser.line()
+    assert "too noisy to choose; running p1 by an earlier choice; " in chooser.describe_choice()
 
 
 def test_searches_with_noise_follow_prediction_and_keep_earlier_choice() -> None:
     rng, num_noisy = random.Random(), 0
     for _ in range(50):
-        found = [*candidates_of([1.0 + n / 100 for n in range(6)]), PlanCandidate(OFF, Plan(), False, 1.2)]
+        found = [*candidates_of([1.0 + n / 100 for n in range(6)]), PlanCandidate(OFF_FAMILY, Plan(), False, 1.2)]
         for kept in (None, (1.0, [found[3], found[0], found[-1]])):
             chooser = chooser_of(lambda: found, kept=kept, drift=None)  # noqa: B023
-            while not chooser.settled:
+            while not chooser.is_settled:
                 chooser.note(10 ** rng.uniform(-2, 2))
             # Steps of a plan may be equal by chance.
             if not chooser.trials.is_too_noisy:
                 continue
             num_noisy += 1
-            tried = [entry for entry in chooser.trials.entries if entry.seconds]
-            slowest_s = min(max(entry.seconds) for entry in tried)
-            near = [entry.candidate for entry in tried if min(entry.seconds) <= 1.5 * slowest_s]
+            tried = [entry for entry in chooser.trials.entries if entry.step_times_s]
+            slowest_s = min(max(entry.step_times_s) for entry in tried)
+            near = [entry.candidate for entry in tried if min(entry.step_times_s) <= 1.5 * slowest_s]
             right = found[3] if kept and found[3] in near else min(near, key=lambda one: one.predicted_s)
-            assert chooser.now is right and f"too noisy to choose; running {right.family} by" in chooser.line()
+            assert (
+                chooser.current_candidate is right
+                and f"too noisy to choose; running {right.family} by" in chooser.describe_choice()
+            )
     assert num_noisy > 50
 
 
 def test_plan_that_is_slower_in_every_step_is_not_chosen() -> None:
     rng = random.Random(1)
     for _ in range(100):
-        found = [*candidates_of([1.0, 1.05, 1.1]), PlanCandidate(OFF, Plan(), False, 1.2)]
+        found = [*candidates_of([1.0, 1.05, 1.1]), PlanCandidate(OFF_FAMILY, Plan(), False, 1.2)]
         chooser = chooser_of(lambda: found, drift=None)  # noqa: B023
-        while not chooser.settled:
-            chooser.note((1.0 if chooser.now.family == OFF else 5.0) * math.exp(rng.gauss(0.0, 0.2)))
-        assert chooser.now.family == OFF, chooser.line()
+        while not chooser.is_settled:
+            chooser.note(
+                (1.0 if chooser.current_candidate.family == OFF_FAMILY else 5.0) * math.exp(rng.gauss(0.0, 0.2))
+            )
+        assert chooser.current_candidate.family == OFF_FAMILY, chooser.describe_choice()
 
 
 @pytest.mark.parametrize(
@@ -573,10 +578,10 @@ def test_plan_that_is_slower_in_every_step_is_not_chosen() -> None:
 )
 def test_line_states_why_plan_runs(best_s: Any, other_s: Any, off_s: Any, reason: str | None) -> None:
     _, best, other = candidates_of([0.9, 1.0, 1.1])
-    chooser = chooser_of(lambda: [best, other, PlanCandidate(OFF, Plan(), False, 1.2)])
+    chooser = chooser_of(lambda: [best, other, PlanCandidate(OFF_FAMILY, Plan(), False, 1.2)])
     chooser.best, second, off = chooser.trials.entries
-    chooser.best.seconds, second.seconds, off.seconds = list(best_s), list(other_s), list(off_s)
-    line = chooser.line()
+    chooser.best.step_times_s, second.step_times_s, off.step_times_s = list(best_s), list(other_s), list(off_s)
+    line = chooser.describe_choice()
     assert (" runs " in line) is (reason is not None) and (reason or "") in line, line
     assert ("lower median" in line) is (reason is not None and "lower median" in reason)
 
@@ -585,30 +590,30 @@ def test_plan_without_overlap_is_reported_as_off() -> None:
     for chunks, idle in ((1, True), (2, False)):
         one = candidates_of([1.0, 1.0])[chunks - 1]
         chooser = chooser_of(lambda: [one])  # noqa: B023
-        chooser.best.seconds = [1.0]
-        assert ('it overlaps nothing: schedule "off" is equivalent' in chooser.line()) is idle
+        chooser.best.step_times_s = [1.0]
+        assert ('it overlaps nothing: schedule "off" is equivalent' in chooser.describe_choice()) is idle
 
 
 def test_off_is_measured_whatever_its_prediction_and_the_budget() -> None:
     """A predicted step of 1,000 times the best, after plans that have used up the budget."""
     rng = random.Random()
     for _ in range(20):
-        found = [*candidates_of([1.0 + n / 100 for n in range(12)]), PlanCandidate(OFF, Plan(), False, 1000.0)]
+        found = [*candidates_of([1.0 + n / 100 for n in range(12)]), PlanCandidate(OFF_FAMILY, Plan(), False, 1000.0)]
         true_s = {one.family: rng.uniform(1.0, 40.0) for one in found}
         machine = Machine(rng, true_s, 0.02)
         chooser = chooser_of(lambda: found)  # noqa: B023
         machine.until_settled(chooser)
-        (off,) = (row for row in chooser.table() if row.name == OFF)
+        (off,) = (row for row in chooser.table() if row.name == OFF_FAMILY)
         assert off.measured_s is not None and off.steps >= 1
-        assert OFF in chooser.line()
+        assert OFF_FAMILY in chooser.describe_choice()
 
 
 def test_choice_by_prediction_tries_and_reports_nothing() -> None:
     first, second = candidates_of([1.0, 1.05])
     chooser = chooser_of(lambda: [first, second], steps=None, kept=(1.0, [second]))
     source: Any = chooser.source
-    for _ in range(3 * WINDOW):
-        assert chooser.settled and chooser.now is first
+    for _ in range(3 * WINDOW_STEPS):
+        assert chooser.is_settled and chooser.current_candidate is first
         chooser.note(100.0)
     assert source.applied == ["p0"] and not source.lines
 
@@ -622,7 +627,7 @@ def test_context_manager_notes_successful_steps_only(monkeypatch: pytest.MonkeyP
             pass
     with pytest.raises(ValueError, match="theirs"), chooser:
         raise ValueError("theirs")
-    assert chooser.trials.num_steps == 3 and chooser.trials.entries[0].seconds == [2.0]
+    assert chooser.trials.num_steps == 3 and chooser.trials.entries[0].step_times_s == [2.0]
     chooser.skip()
     with chooser:
         pass

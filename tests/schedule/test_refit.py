@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, CostModel, Line, Observed, Sample
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, CostModel, Line, MeasuredPart, Observed
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.refit import compare, observe, refit
+from fusedmoe.schedule.refit import compare_parts, observe_task_times, refit
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
@@ -41,7 +41,7 @@ def random_true_costs(rng: random.Random, whole: bool) -> StepCosts:
     if whole:
         weights = {"expert": chunks["backward"]["expert"], "attention": dense["backward"]["attention"]}
         weights = {kind: part * rng.uniform(0.2, 0.6) for kind, part in weights.items()}
-        micro = MicroBatches(dense, weights, apart_s=rng.uniform(0, 1e-3))
+        micro = MicroBatches(dense, weights, w_task_overhead_s=rng.uniform(0, 1e-3))
     else:
         dense_s = {phase: of | {"other": rng.uniform(1e-3, 1e-2)} for phase, of in dense_s.items()}
         dense_s["forward"]["count-exchange"] = rng.uniform(1e-3, 1e-2)
@@ -84,7 +84,7 @@ def test_refit_recovers_layer_costs(seed: int) -> None:
     right = random_true_costs(rng, whole=False)
     before = random_prior_costs(right, rng)
     one, four = sequential_plan(right, 1), sequential_plan(right, 4)
-    seen = observe(one, right, [[recorded_timeline(one, right)]]) | observe(
+    seen = observe_task_times(one, right, [[recorded_timeline(one, right)]]) | observe_task_times(
         four, right, [[recorded_timeline(four, right)]]
     )
     found = refit(before, seen)
@@ -113,14 +113,14 @@ def test_refit_recovers_costs_under_contention(seed: int) -> None:
         spans = {Task(s.kind, s.chunk, s.layer, s.phase): s.duration_s for s in simulate(plan, right).spans}
         longer = [task for task, seconds in spans.items() if seconds > alone_s.get(task, seconds) * (1 + 1e-9)]
         assert bool(longer) == (degree > 1)
-        seen |= observe(plan, right, [[recorded_timeline(plan, right)]])
+        seen |= observe_task_times(plan, right, [[recorded_timeline(plan, right)]])
     found = refit(before, seen)
     for degree in (1, 2, 4, 7):
         assert_equal_seconds(found, right, overlapped(degree))
     # Without the contention model the same steps would give other costs.
     unaware = refit(
         replace(before, contention=NO_CONTENTION),
-        observe(plan, replace(right, contention=NO_CONTENTION), [[recorded_timeline(plan, right)]]),
+        observe_task_times(plan, replace(right, contention=NO_CONTENTION), [[recorded_timeline(plan, right)]]),
     )
     assert unaware.seconds(plan) != pytest.approx(right.seconds(plan), rel=1e-3)
 
@@ -142,7 +142,7 @@ def test_refit_matches_superlinear_chunk_times() -> None:
     }
     right = replace(right, layers=(replace(layer, chunks=chunks),) * 3)
     one, four = sequential_plan(right, 1), sequential_plan(right, 4)
-    seen = observe(one, right, [[recorded_timeline(one, right)]]) | observe(
+    seen = observe_task_times(one, right, [[recorded_timeline(one, right)]]) | observe_task_times(
         four, right, [[recorded_timeline(four, right)]]
     )
     found = refit(before, seen)
@@ -157,13 +157,13 @@ def test_refit_recovers_block_costs(seed: int) -> None:
     before, seen = random_prior_costs(right, rng), Observed()
     for split in (StepSplit(1, 1), StepSplit(3, 3), StepSplit(1, 1, None, True), StepSplit(3, 3, None, True)):
         plan = micro_schedule(right, split).plan()
-        seen |= observe(plan, right, [[recorded_timeline(plan, right)]])
+        seen |= observe_task_times(plan, right, [[recorded_timeline(plan, right)]])
     found = refit(before, seen)
     for split in (StepSplit(1, 1), StepSplit(2, 4), StepSplit(4, 4)):
         assert_equal_seconds(found, right, micro_schedule(right, split).plan())
     layer, own = found.layers[0].micro, right.layers[0].micro
     assert layer is not None and own is not None
-    assert layer.apart_s == pytest.approx(own.apart_s, abs=1e-6)
+    assert layer.w_task_overhead_s == pytest.approx(own.w_task_overhead_s, abs=1e-6)
     for kind, part in own.weights.items():
         assert layer.weights[kind].seconds(1) == pytest.approx(part.seconds(1), rel=1e-6)
 
@@ -177,7 +177,7 @@ def test_final_gradient_reduction_is_counted_once() -> None:
     plan = sequential_plan(right, 1)
     run = recorded_timeline(plan, right)
     spans = [span for span in run.spans if span.kind != "gradient-all-reduce" or span.chunk is None]
-    seen = observe(plan, right, [[replace(run, spans=tuple(spans))]])
+    seen = observe_task_times(plan, right, [[replace(run, spans=tuple(spans))]])
     assert_equal_seconds(refit(replace(right, optimizer_s=None), seen), right, plan)
 
 
@@ -185,7 +185,7 @@ def test_single_degree_scales_startup_and_total() -> None:
     """Start and whole are scaled by one factor for each kind and pass."""
     rng = random.Random(1)
     before = random_true_costs(rng, whole=False)
-    seen = Observed({Sample("expert", "forward", 2): 3 * before.layers[0].chunks["forward"]["expert"].seconds(2)})
+    seen = Observed({MeasuredPart("expert", "forward", 2): 3 * before.layers[0].chunks["forward"]["expert"].seconds(2)})
     found = refit(before, seen)
     chunks = found.layers[0].chunks
     part = before.layers[0].chunks["forward"]["expert"]
@@ -205,11 +205,14 @@ def test_observe_uses_slowest_compute_and_shortest_wait() -> None:
     steps = [[rank(1.0, 3.5), rank(4.0, 0.5)], [rank(2.0, 5.0), rank(6.0, 1.0)], [rank(5.0, 0.25), rank(1.0, 4.25)]]
     costs = StepCosts((LayerCosts({"forward": {}, "backward": {}}, {"forward": {}, "backward": {}}),))
     # The median of three steps is used with all its parts: medians of each part would be a step that never ran.
-    assert observe(plan, costs, steps).seconds == {Sample("expert", "forward"): 5.0, Sample("combine", "forward"): 0.25}
+    assert observe_task_times(plan, costs, steps).seconds == {
+        MeasuredPart("expert", "forward"): 5.0,
+        MeasuredPart("combine", "forward"): 0.25,
+    }
     five = [*steps, steps[2], [rank(6.0, 0.5), rank(6.0, 0.5)]]  # 4.5, 5.25, 5.25, 6.5 and 7 s
-    seen = observe(plan, costs, five).seconds
-    assert seen[Sample("expert", "forward")] == pytest.approx(16 / 3)
-    assert seen[Sample("combine", "forward")] == pytest.approx(1 / 3)
+    seen = observe_task_times(plan, costs, five).seconds
+    assert seen[MeasuredPart("expert", "forward")] == pytest.approx(16 / 3)
+    assert seen[MeasuredPart("combine", "forward")] == pytest.approx(1 / 3)
 
 
 def test_alternating_stragglers_are_counted_once() -> None:
@@ -228,14 +231,14 @@ def test_alternating_stragglers_are_counted_once() -> None:
                 spans.append(Span(kind, kind, resource, begin, end, chunk=chunk, layer=0, phase="forward"))
     costs = StepCosts((LayerCosts({"forward": {}, "backward": {}}, {"forward": {}, "backward": {}}),))
     steps = [[Timeline(rank, tuple(spans)) for rank, spans in enumerate(ranks)]]
-    seen = observe(plan, costs, steps).seconds
-    tasks_s = 3 * (seen[Sample("expert", "forward", 3)] + seen[Sample("combine", "forward", 3)])
+    seen = observe_task_times(plan, costs, steps).seconds
+    tasks_s = 3 * (seen[MeasuredPart("expert", "forward", 3)] + seen[MeasuredPart("combine", "forward", 3)])
     assert 0.95 * max(now) < tasks_s <= max(now)
 
 
 def test_task_time_is_at_least_executor_overhead() -> None:
     costs = replace(WORK.step_costs(MODEL, [0, 0], KINDS), task_s=1e-3)
-    seen = Observed({Sample("expert", "forward", 1): 0.1, Sample("expert", "forward", 4): 0.025})
+    seen = Observed({MeasuredPart("expert", "forward", 1): 0.1, MeasuredPart("expert", "forward", 4): 0.025})
     assert refit(costs, seen).layers[0].chunks["forward"]["expert"] == StageTime(1e-3, pytest.approx(0.1))
 
 
@@ -243,13 +246,13 @@ def test_task_time_is_at_least_executor_overhead() -> None:
 def test_step_costs_use_observed_samples(whole: bool) -> None:
     """Costs of a workload are those measured for its shapes, scaled in proportion for more rows."""
     seconds = {
-        Sample("expert", "forward", 1): 0.4,
-        Sample("expert", "forward", 4): 0.13,
-        Sample("count-exchange", "forward"): 0.003,
-        Sample("other", "forward"): 0.01,
-        Sample("other", "backward"): 0.02,
-        Sample("loss", None): 0.05,
-        Sample("optimizer", None): 0.06,
+        MeasuredPart("expert", "forward", 1): 0.4,
+        MeasuredPart("expert", "forward", 4): 0.13,
+        MeasuredPart("count-exchange", "forward"): 0.003,
+        MeasuredPart("other", "forward"): 0.01,
+        MeasuredPart("other", "backward"): 0.02,
+        MeasuredPart("loss", None): 0.05,
+        MeasuredPart("optimizer", None): 0.06,
     }
     seen = Observed(seconds, WORK.rows)
     model = replace(MODEL, observed={WORK.shapes: seen})
@@ -268,7 +271,7 @@ def test_step_costs_use_observed_samples(whole: bool) -> None:
         # The count exchange depends on the number of ranks, not of rows.
         assert costs.layers[0].dense_s["forward"]["count-exchange"] == 0.003
         assert twice.layers[0].dense_s["forward"]["count-exchange"] == 0.003
-    del seconds[Sample("loss", None)], seconds[Sample("optimizer", None)]
+    del seconds[MeasuredPart("loss", None)], seconds[MeasuredPart("optimizer", None)]
     alone = replace(MODEL, observed={WORK.shapes: Observed(seconds, WORK.rows)})
     costs, lines = (WORK.step_costs(of, [4096] * 2, KINDS, whole=whole) for of in (alone, MODEL))
     longer_s = costs.layers[0].dense_total_s("backward") - lines.layers[0].dense_total_s("backward")
@@ -281,14 +284,16 @@ def test_compare_equals_prediction_for_exact_costs() -> None:
     rng = random.Random(3)
     right = random_true_costs(rng, whole=False)
     plan = sequential_plan(right, 1)
-    rows = {row.part: row for row in compare(plan, refit(right, Observed()), [recorded_timeline(plan, right)])}
+    rows = {row.part: row for row in compare_parts(plan, refit(right, Observed()), [recorded_timeline(plan, right)])}
     assert rows["step"].predicted_s == rows["step"].measured_s == pytest.approx(makespan(plan, right))
     for row in rows.values():
         assert row.error == pytest.approx(0.0, abs=1e-9), row
     # A sequential step: the parts sum to the whole.
     parts = [row.measured_s or 0.0 for row in rows.values() if row.part != "step"]
     assert sum(parts) == pytest.approx(makespan(plan, right))
-    half = {row.part: row.error for row in compare(plan, right, [recorded_timeline(plan, _scaled_costs(right, 2.0))])}
+    half = {
+        row.part: row.error for row in compare_parts(plan, right, [recorded_timeline(plan, _scaled_costs(right, 2.0))])
+    }
     assert half["expert backward"] == pytest.approx(-0.5) and half["loss"] == pytest.approx(0.0)
 
 
@@ -303,8 +308,8 @@ def test_compare_measures_parts_of_step_without_schedule(seed: int) -> None:
     spans = [span._replace(chunk=None) for span in timeline.spans if span not in reduced]
     spans.append(Span("gradient sync", "gradient-all-reduce", "inter", begin_s, end_s))
     without = replace(timeline, spans=tuple(spans))
-    rows = {row.part: row.measured_s for row in compare(plan, right, [without])}
-    for row in compare(plan, right, [timeline]):
+    rows = {row.part: row.measured_s for row in compare_parts(plan, right, [without])}
+    for row in compare_parts(plan, right, [timeline]):
         assert rows[row.part] == pytest.approx(row.measured_s, abs=1e-9), row
     assert rows["gradient-all-reduce backward"] == pytest.approx(end_s - begin_s)
 
@@ -317,7 +322,10 @@ def _scaled_costs(costs: StepCosts, times: float) -> StepCosts:
 
 def test_old_gate_samples_are_read_as_other() -> None:
     old = {"rows": None, "samples": [["gate", "forward", 1, False, 0.5], ["expert", "forward", 1, False, 1.0]]}
-    assert Observed.from_dict(old).seconds == {Sample("other", "forward"): 0.5, Sample("expert", "forward"): 1.0}
+    assert Observed.from_dict(old).seconds == {
+        MeasuredPart("other", "forward"): 0.5,
+        MeasuredPart("expert", "forward"): 1.0,
+    }
 
 
 BROKEN: Sequence[object] = (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import NO_CONTENTION, Contention, Durations
+from fusedmoe.schedule.cost import NO_CONTENTION, Contention, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan, task_name
@@ -49,7 +49,8 @@ def by_definition(plan: Plan, seconds, contention: Contention) -> dict[Task, tup
         # A task uses the resource of its kind, also in a plan with one queue for both links.
         at = {queue: resources_of(task.kind)[0] for queue, task in running.items()}
         speed = {
-            queue: math.prod(Fraction(contention.share(at[queue], other)) for other in set(at.values())) for queue in at
+            queue: math.prod(Fraction(contention.speed_fraction(at[queue], other)) for other in set(at.values()))
+            for queue in at
         }
         step = min(left[task] / speed[resource] for resource, task in running.items())
         now += step
@@ -73,7 +74,7 @@ def test_simulation_equals_definition(seed):
     contention = random_contention(rng)
     plan = random_plan(rng, random_costs(rng))
     seconds = random_durations_of(rng, plan)
-    timeline = simulate(plan, Durations(seconds, contention))
+    timeline = simulate(plan, TaskDurations(seconds, contention))
     expected = by_definition(plan, seconds, contention)
     assert len(timeline.spans) == len(plan) and timeline.source == "predicted"
     found = {(s.kind, s.chunk, s.layer, s.phase): s for s in timeline.spans}
@@ -82,14 +83,14 @@ def test_simulation_equals_definition(seed):
         assert span.resources == resources_of(task.kind)
         assert span.start_s == pytest.approx(float(start), rel=1e-9, abs=1e-12)
         assert span.end_s == pytest.approx(float(end), rel=1e-9, abs=1e-12)
-    assert makespan(plan, Durations(seconds, contention)) == timeline.end_s
+    assert makespan(plan, TaskDurations(seconds, contention)) == timeline.end_s
 
 
 def test_link_contention_of_worked_example():
     plan = Plan.parse("compute: E0\nintra: AG0 RS0\ninter: D0 AR0 C0\nafter AR0: D0")
     seconds = {"dispatch": 4, "all-gather": 2, "expert": 1, "reduce-scatter": 3, "combine": 4, "gradient-all-reduce": 5}
     timeline = simulate(
-        plan, Durations({task: float(seconds[task.kind]) for task in plan}, Contention.between_links(0.5))
+        plan, TaskDurations({task: float(seconds[task.kind]) for task in plan}, Contention.between_links(0.5))
     )
     found = {span.kind: (span.start_s, span.end_s) for span in timeline.spans}
     # From 4 s on AG0 (2 s of work) and AR0 (5 s) are slowed to a half: AG0 ends at 8 s, AR0 has 3 s left. It is alone
@@ -103,7 +104,7 @@ def test_link_contention_of_worked_example():
         "reduce-scatter": (9.0, 14.0),
         "combine": (14.0, 18.0),
     }
-    alone = simulate(plan, Durations({task: float(seconds[task.kind]) for task in plan}))
+    alone = simulate(plan, TaskDurations({task: float(seconds[task.kind]) for task in plan}))
     assert alone.end_s == 4 + 2 + 1 + 3 + 4
 
 
@@ -112,19 +113,21 @@ def test_compute_contention_of_docstring_example():
     plan = Plan.parse("compute: E0\ninter: D0\nafter E0:")
     seconds = {Task("expert", 0): 4.0, Task("dispatch", 0): 3.0}
     contention = Contention(compute_beside_inter=0.5, inter_beside_compute=0.75, compute_beside_intra=0.1)
-    found = {span.kind: span.end_s for span in simulate(plan, Durations(seconds, contention)).spans}
+    found = {span.kind: span.end_s for span in simulate(plan, TaskDurations(seconds, contention)).spans}
     assert found == {"dispatch": 4.0, "expert": 6.0}
     # A third task scales the second's remaining speed: 0.5 · 0.1 until 4 s, and 0.1 from then on.
     plan = Plan.parse("compute: E0\nintra: AG0\ninter: D0\nafter E0:\nafter AG0:")
     seconds[Task("all-gather", 0)] = 14.0
-    found = {span.kind: span.end_s for span in simulate(plan, Durations(seconds, contention)).spans}
+    found = {span.kind: span.end_s for span in simulate(plan, TaskDurations(seconds, contention)).spans}
     assert found == {"dispatch": 4.0, "all-gather": 14.0, "expert": pytest.approx(14 + 4 - 0.2 - 1.0)}
 
 
 def test_one_queue_never_contends():
     plan = Plan.from_orders(one_queue(PIPELINE, 4))
     seconds = {task: 1.0 for task in plan}
-    assert simulate(plan, Durations(seconds, Contention.between_links(0.1))) == simulate(plan, Durations(seconds))
+    assert simulate(plan, TaskDurations(seconds, Contention.between_links(0.1))) == simulate(
+        plan, TaskDurations(seconds)
+    )
 
 
 def pass_plan(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, dict[Task, float]]:
@@ -151,7 +154,7 @@ def compare_closed_forms(count: int, seed: int) -> None:
         degree = rng.randint(1, 16)
         for order, closed in ((three_queues, three_queues_s), (one_queue, one_queue_s)):
             plan, seconds = pass_plan(order, kinds, degree, times, gar)
-            assert makespan(plan, Durations(seconds)) == pytest.approx(closed(degree, times, gar), rel=1e-9), times
+            assert makespan(plan, TaskDurations(seconds)) == pytest.approx(closed(degree, times, gar), rel=1e-9), times
 
 
 def test_closed_forms_equal_simulation():
@@ -171,7 +174,9 @@ SECONDS = st.floats(0.0, 1e3, allow_subnormal=False)
 def test_closed_forms_equal_simulation_for_any_times(degree, times, gar):
     for order, closed in ((three_queues, three_queues_s), (one_queue, one_queue_s)):
         plan, seconds = pass_plan(order, PIPELINE, degree, ChunkTimes(*times), gar)
-        assert makespan(plan, Durations(seconds)) == pytest.approx(closed(degree, ChunkTimes(*times), gar), rel=1e-9)
+        assert makespan(plan, TaskDurations(seconds)) == pytest.approx(
+            closed(degree, ChunkTimes(*times), gar), rel=1e-9
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -183,7 +188,7 @@ def test_pass_bound_holds_for_all_orders(degree, seed):
     bound = pass_bound_s(degree, times, gar, contention)
     for order in ORDERS:
         plan, seconds = pass_plan(order, PIPELINE, degree, times, gar)
-        assert makespan(plan, Durations(seconds, contention)) >= bound * (1 - 1e-9)
+        assert makespan(plan, TaskDurations(seconds, contention)) >= bound * (1 - 1e-9)
     # Any other valid order: the links' tasks in a random order that keeps each chunk's.
     plan, seconds = pass_plan(three_queues, PIPELINE, degree, times, gar)
     for _ in range(10):
@@ -191,7 +196,7 @@ def test_pass_bound_holds_for_all_orders(degree, seed):
             shuffled = Plan(plan.compute, *(shuffle(rng, plan.on(link)) for link in ("intra", "inter")))
         except ConfigError:
             continue
-        assert makespan(shuffled, Durations(seconds, contention)) >= bound * (1 - 1e-9)
+        assert makespan(shuffled, TaskDurations(seconds, contention)) >= bound * (1 - 1e-9)
 
 
 def shuffle(rng: random.Random, order: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -206,7 +211,7 @@ def test_contention_never_ends_a_task_earlier(seed):
     seconds = random_durations_of(rng, plan)
     ends = []
     for contention in (NO_CONTENTION, Contention.between_links(0.7), Contention(0.9, 0.5, 0.7, 0.4, 0.8, 0.6)):
-        spans = simulate(plan, Durations(seconds, contention)).spans
+        spans = simulate(plan, TaskDurations(seconds, contention)).spans
         ends.append({(s.kind, s.chunk, s.layer, s.phase): s.end_s for s in spans})
     for key in ends[0]:
         assert ends[0][key] <= ends[1][key] * (1 + 1e-12) and ends[0][key] <= ends[2][key] * (1 + 1e-12)
@@ -216,22 +221,22 @@ def test_contention_never_ends_a_task_earlier(seed):
 def test_invalid_duration_error_names_task(bad):
     plan = Plan.parse("compute: E0 E1")
     with pytest.raises(ConfigError, match=r"invalid duration .* s of f0\.E1"):
-        simulate(plan, Durations({Task("expert", 0): 1.0, Task("expert", 1): bad}))
+        simulate(plan, TaskDurations({Task("expert", 0): 1.0, Task("expert", 1): bad}))
 
 
 def test_missing_duration_error_names_task():
     with pytest.raises(ConfigError, match=r"no duration for f0\.E1"):
-        makespan(Plan.parse("compute: E0 E1"), Durations({Task("expert", 0): 1.0}))
+        makespan(Plan.parse("compute: E0 E1"), TaskDurations({Task("expert", 0): 1.0}))
 
 
 def test_empty_plan_takes_zero_time():
-    assert simulate(Plan(), Durations({})).spans == () and makespan(Plan(), Durations({})) == 0.0
+    assert simulate(Plan(), TaskDurations({})).spans == () and makespan(Plan(), TaskDurations({})) == 0.0
 
 
 def test_spans_keep_plan_order_per_resource():
     rng = random.Random()
     plan = random_plan(rng, random_costs(rng))
-    timeline = simulate(plan, Durations({task: 0.1 + rng.random() for task in plan}, Contention.between_links(0.6)))
+    timeline = simulate(plan, TaskDurations({task: 0.1 + rng.random() for task in plan}, Contention.between_links(0.6)))
     spans = {task_name(Task(s.kind, s.chunk, s.layer, s.phase)): s for s in timeline.spans}
     for resource in RESOURCES:
         own = [spans[task_name(task)] for task in plan.on(resource)]
@@ -276,12 +281,14 @@ def test_only_critical_tasks_shorten_step() -> None:
         costs = make_step_costs(NO_CONTENTION, layers=2)
         plan = POLICIES["fsmoe"].plan(costs)
         seconds = {task: random.uniform(0.5, 2) for task in plan}
-        path = critical_path(plan, simulate(plan, Durations(seconds)))
+        path = critical_path(plan, simulate(plan, TaskDurations(seconds)))
         names = {(s.kind, s.chunk, s.layer, s.phase) for s in path}
-        whole_s = makespan(plan, Durations(seconds))
+        whole_s = makespan(plan, TaskDurations(seconds))
         elsewhere = {task: s * (1 if task[:4] in names else 0.5) for task, s in seconds.items()}
-        assert makespan(plan, Durations(elsewhere)) == pytest.approx(whole_s)
-        assert makespan(plan, Durations({task: 0.9 * s for task, s in seconds.items()})) == pytest.approx(0.9 * whole_s)
+        assert makespan(plan, TaskDurations(elsewhere)) == pytest.approx(whole_s)
+        assert makespan(plan, TaskDurations({task: 0.9 * s for task, s in seconds.items()})) == pytest.approx(
+            0.9 * whole_s
+        )
 
 
 def test_layer_passes_report_limiting_resource() -> None:
@@ -289,7 +296,7 @@ def test_layer_passes_report_limiting_resource() -> None:
     tasks = {kind: [task for task in plan if task.kind == kind] for kind in ("dispatch", "expert", "combine")}
     for kind, resource in (("expert", "compute"), ("dispatch", "inter")):
         seconds = {task: 5.0 if task in tasks[kind] else 1.0 for task in plan}
-        (found,) = layer_passes(plan, simulate(plan, Durations(seconds)))
+        (found,) = layer_passes(plan, simulate(plan, TaskDurations(seconds)))
         assert found.bound_by == resource and found.degree == 2 and found.gradient_s == 0
         assert found.critical_s[resource] >= 10.0
 

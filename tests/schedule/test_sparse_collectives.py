@@ -6,7 +6,7 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
-from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.cost import Line, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies import POLICIES, layer_policies
@@ -112,11 +112,11 @@ def test_sparse_reduce_scatter_depends_on_weight_gradients():
         """.replace(" f.", " f0.").replace(" b.", " b0.")
     )
     durations = dict.fromkeys(plan, 1.0)
-    with_them, costs = with_sparse_collectives(plan, Durations(durations), (1.0,), again=True)
+    with_them, costs = with_sparse_collectives(plan, TaskDurations(durations), (1.0,), again=True)
     (reduce,) = [task for task in with_them.inter if task.kind == "sparse-reduce-scatter"]
     assert [task_name(task) for task in with_them.dependencies[reduce]] == ["b0.WG0", "b0.WG1"]
     (optimizer,) = [task for task in with_them.compute if task.kind == "optimizer"]
-    assert reduce in with_them.dependencies[optimizer] and costs.given[reduce] == 1.0
+    assert reduce in with_them.dependencies[optimizer] and costs.durations_s[reduce] == 1.0
 
 
 def test_layers_without_dispatch_are_rejected():

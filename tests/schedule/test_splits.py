@@ -11,7 +11,7 @@ import pytest
 from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.cost import Line, TaskDurations
 from fusedmoe.schedule.machines import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, PlanSearch, micro_batch_policies
@@ -38,7 +38,7 @@ def random_layer(rng: random.Random) -> LayerCosts:
 
 def with_apart_s(layer: LayerCosts, seconds: float) -> LayerCosts:
     assert layer.micro is not None
-    return replace(layer, micro=replace(layer.micro, apart_s=seconds))
+    return replace(layer, micro=replace(layer.micro, w_task_overhead_s=seconds))
 
 
 def random_stack(rng: random.Random, layers: int | None = None) -> StepCosts:
@@ -314,8 +314,8 @@ def test_flowmoe_theorem_1_overlapped_reduces_never_slow_step(count):
         of = seconds | {bucket: line.seconds(bucket.size or 0) for bucket in buckets}
         end = {bucket: (orders["compute"][-1],) for bucket in buckets}
         at_the_end = Plan.from_orders({**orders, "inter": [*orders["inter"], *buckets]}, end)
-        assert makespan(plan_with_first_fitting_gap(orders, of, buckets), Durations(of)) <= makespan(
-            at_the_end, Durations(of)
+        assert makespan(plan_with_first_fitting_gap(orders, of, buckets), TaskDurations(of)) <= makespan(
+            at_the_end, TaskDurations(of)
         ) * (1 + 1e-9)
 
 
@@ -341,7 +341,7 @@ def plan_with_first_fitting_gap(orders, seconds, buckets) -> Plan:
 
 def last_task_end_s(plan: Plan, seconds, orders) -> float:
     """Return the end of all tasks except all-reduces."""
-    return max(span.end_s for span in simulate(plan, Durations(seconds)).spans if span.kind != GRADIENT)
+    return max(span.end_s for span in simulate(plan, TaskDurations(seconds)).spans if span.kind != GRADIENT)
 
 
 @SETTINGS
@@ -362,7 +362,7 @@ def test_flowmoe_theorem_2_smaller_free_buckets_never_slow_step(count):
                     continue
                 buckets = gradient_buckets(gradients, size if size > 1 else 32)
                 of = seconds | {bucket: line.seconds(bucket.size or 0) for bucket in buckets}
-                took.append(makespan(fill_idle_slots(orders, of, buckets, line), Durations(of)))
+                took.append(makespan(fill_idle_slots(orders, of, buckets, line), TaskDurations(of)))
             if alpha:
                 longer += took[-1] > took[0] * (1 + 1e-9)
             else:

@@ -49,7 +49,7 @@ def test_plan_of_other_layers_is_rejected(text, message):
 
 def test_bucket_cutter_follows_backward_order():
     cutter = BucketCutter([1000, 2000, 3000])
-    assert cutter.available(3) == 0 and cutter.available(2) == 3000 and cutter.available(0) == 6000
+    assert cutter.available_bytes(3) == 0 and cutter.available_bytes(2) == 3000 and cutter.available_bytes(0) == 6000
     assert cutter.cut(1e9, 3) == [] == cutter.cut(100, 2)
     assert cutter.cut(600, 2) == [Task("gradient-all-reduce", 0, 2, "backward", 2 * ALIGNMENT)]
     # The rest of layer 2's gradient, and whole blocks of layer 1's: the bucket is ready with layer 1.

@@ -16,7 +16,7 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.task import KINDS, RESOURCES, SYMBOLS
-from fusedmoe.schedule.timeline import Span, Timeline, align, lanes, save_trace, trace
+from fusedmoe.schedule.timeline import Span, Timeline, align_timelines, save_trace, split_into_lanes, trace
 from tests.schedule.timelines import training_step
 
 GOOD = Span("expert", "expert", "compute", 1.0, 2.0, chunk=0, layer=1, phase="forward")
@@ -141,7 +141,7 @@ def test_lanes_are_minimal_and_disjoint():
     rng = random.Random()
     for _ in range(50):
         spans = [s for s in random_spans(rng, 60) if s.end_s > s.start_s]
-        found = lanes(spans)
+        found = split_into_lanes(spans)
         assert sorted(span for lane in found for span in lane) == sorted(spans)
         for lane in found:
             assert all(a.end_s <= b.start_s for a, b in zip(lane, lane[1:], strict=False))
@@ -153,7 +153,7 @@ def test_lanes_are_minimal_and_disjoint():
 
 def test_sequential_resource_has_one_lane():
     timeline = training_step(random.Random())
-    assert [len(lanes(timeline.on(resource))) for resource in RESOURCES] == [1, 1, 1]
+    assert [len(split_into_lanes(timeline.on(resource))) for resource in RESOURCES] == [1, 1, 1]
 
 
 def shifted(timeline: Timeline, by_s: float) -> Timeline:
@@ -166,7 +166,7 @@ def test_align_maps_anchored_timelines_to_one_clock():
     timelines = [
         shifted(training_step(rng, rank, anchor_s=1.7e9 + rng.uniform(0, 5)), rng.random()) for rank in range(4)
     ]
-    aligned = align(timelines)
+    aligned = align_timelines(timelines)
     assert min(timeline.start_s for timeline in aligned) == 0.0
     assert len({timeline.anchor_s for timeline in aligned}) == 1
     for before, after in zip(timelines, aligned, strict=True):
@@ -178,7 +178,7 @@ def test_align_maps_anchored_timelines_to_one_clock():
 
 def test_align_of_docstring_example():
     spans = (Span("gate", "gate", "compute", 0.5, 0.6), Span("gate", "gate", "compute", 0.4, 0.6))
-    aligned = align([Timeline(0, spans[:1], anchor_s=100.0), Timeline(1, spans[1:], anchor_s=100.2)])
+    aligned = align_timelines([Timeline(0, spans[:1], anchor_s=100.0), Timeline(1, spans[1:], anchor_s=100.2)])
     assert [timeline.start_s for timeline in aligned] == [0.0, pytest.approx(0.1)]
 
 
@@ -188,10 +188,10 @@ def test_align_starts_prediction_and_measurement_together():
     predicted = [
         shifted(training_step(rng, rank, source="predicted", anchor_s=None), 3.0 + rank / 8) for rank in range(2)
     ]
-    found = align([*measured, *predicted, Timeline(9)])
+    found = align_timelines([*measured, *predicted, Timeline(9)])
     starts = [timeline.start_s for timeline in found]
     assert starts == pytest.approx([0.0, 1.0, 0.0, 0.125, 0.0], abs=1e-9)
-    assert align([]) == []
+    assert align_timelines([]) == []
 
 
 def test_timelines_are_immutable_and_hashable():

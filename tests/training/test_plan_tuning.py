@@ -21,10 +21,10 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.runtime.cache import CACHE, choice_text
-from fusedmoe.schedule.candidates import OFF, PlanCandidate, family_candidates, neighbour_candidates, predicted_s
-from fusedmoe.schedule.cost import Contention, CostModel, Line, Observed, Sample
+from fusedmoe.schedule.candidates import OFF_FAMILY, PlanCandidate, family_candidates, neighbour_candidates, predicted_s
+from fusedmoe.schedule.cost import Contention, CostModel, Line, MeasuredPart, Observed
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.plan_chooser import WINDOW, Phase, PlanChooser
+from fusedmoe.schedule.plan_chooser import WINDOW_STEPS, Phase, PlanChooser
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit
 from fusedmoe.schedule.simulate import makespan
@@ -85,8 +85,8 @@ def train_alongside_plain(
     followed: list[str] = []
     after = 2
     while after:
-        after -= tuning.settled
-        now = tuning.now
+        after -= tuning.is_settled
+        now = tuning.current_candidate
         followed.append(now.name)
         assert len(followed) < 200
         loss = step(model, ours, topology, len(followed), step_of(tuning).buckets)
@@ -116,12 +116,12 @@ def tune_and_compare(topology: Topology, cache: Path, policy: str, whole: bool) 
     model = Model(topology, whole)
     tuning = make(model)
     # The predicted best plan is not the best.
-    slower = {tuning.now.family: 1.4} if policy == "auto" else {}
+    slower = {tuning.current_candidate.family: 1.4} if policy == "auto" else {}
     first = train_alongside_plain(tuning, model, copy.deepcopy(plain), topology, slower)
     best = min((row for row in tuning.table() if row.measured_s), key=lambda row: row.measured_s or 0.0)
-    assert tuning.now.name == best.name or policy == "flowmoe"
+    assert tuning.current_candidate.name == best.name or policy == "flowmoe"
     if policy == "auto":
-        assert slower.keys().isdisjoint({tuning.now.family}) and len(set(first)) > 3, first
+        assert slower.keys().isdisjoint({tuning.current_candidate.family}) and len(set(first)) > 3, first
         plan, _ = plan_step(Model(topology, whole), topology, "auto", COSTS, workload(topology, 2), limit=4)
         assert plan == tuning.plan
     # The next job begins with it, and tries the second and off as well; a resumed job tries nothing.
@@ -141,7 +141,7 @@ def tune_and_compare(topology: Topology, cache: Path, policy: str, whole: bool) 
     on = Model(topology, whole)
     resumed = train_alongside_plain(make(on, resumed=cache / "own.json"), on, copy.deepcopy(plain), topology, slower)
     assert set(resumed) == {first[-1]} and len(resumed) < 10
-    return first, second, tuning.line()
+    return first, second, tuning.describe_choice()
 
 
 def _cached_choice_text(tuning: PlanChooser) -> str:
@@ -183,8 +183,8 @@ def tuning_on_one_rank(
 
 
 def run_until_settled(tuning: PlanChooser, factor: float = 1.0) -> None:
-    while not tuning.settled:
-        tuning.note(factor * tuning.now.predicted_s)
+    while not tuning.is_settled:
+        tuning.note(factor * tuning.current_candidate.predicted_s)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other", "other layers"])
@@ -220,12 +220,12 @@ def test_drift_is_reported_and_cached_again(tmp_path: Path, monkeypatch: pytest.
     lines: list[str] = []
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append)
     run_until_settled(tuning)
-    before = tuning.now
-    for _ in range(WINDOW):
+    before = tuning.current_candidate
+    for _ in range(WINDOW_STEPS):
         tuning.note(1.2 * before.predicted_s)
-    assert not tuning.settled
+    assert not tuning.is_settled
     run_until_settled(tuning, 1.2)
-    assert len(lines) == 2 and tuning.now == before
+    assert len(lines) == 2 and tuning.current_candidate == before
     (path,) = tmp_path.glob("choice-*.json")
     assert json.loads(path.read_text())["seconds"] == pytest.approx(1.2 * before.predicted_s)
 
@@ -233,10 +233,10 @@ def test_drift_is_reported_and_cached_again(tmp_path: Path, monkeypatch: pytest.
 def test_choice_from_noise_is_reported_and_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lines.append, drift=None)
-    expected, number = tuning.now, 0
-    while not tuning.settled:
+    expected, number = tuning.current_candidate, 0
+    while not tuning.is_settled:
         number += 1
-        tuning.note(tuning.now.predicted_s * 10 ** (0.6 * math.sin(5 * number)))
+        tuning.note(tuning.current_candidate.predicted_s * 10 ** (0.6 * math.sin(5 * number)))
     assert len(lines) == 1 and f"too noisy to choose; running {expected.family} by prediction" in lines[0]
     assert not list(tmp_path.glob("choice-*.json"))
 
@@ -249,8 +249,8 @@ STARTS = replace(
 
 def run_until_drift_detected(tuning: PlanChooser, factor: float) -> None:
     """Run slower steps until the drift is detected."""
-    before_s = tuning.now.predicted_s
-    for _ in range(WINDOW):
+    before_s = tuning.current_candidate.predicted_s
+    for _ in range(WINDOW_STEPS):
         tuning.note(factor * before_s)
 
 
@@ -264,10 +264,13 @@ def test_given_costs_and_short_steps_are_not_measured_again(
     monkeypatch.setattr(PlannedStep, "measured_costs", measure)
     more = {} if why == "costs were given" else {"measure": measure}
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, **more)
-    costs, factor = step_of(tuning).costs, (1.0 if why == "costs were given" else 0.01) / tuning.now.predicted_s
+    costs, factor = (
+        step_of(tuning).costs,
+        (1.0 if why == "costs were given" else 0.01) / tuning.current_candidate.predicted_s,
+    )
     run_until_settled(tuning, factor)
     run_until_drift_detected(tuning, 2 * factor)
-    assert not tuning.settled
+    assert not tuning.is_settled
     run_until_settled(tuning, 2 * factor)
     assert step_of(tuning).costs is costs
 
@@ -298,15 +301,15 @@ def measure_after_drift(
             of_step = model_costs(None, topology, true, shape, step.buckets)
             least_s = family_candidates(of_step, 4, None, lambda done, total: None)[0].predicted_s
             for number in range(300):
-                if tuning.settled and number > WINDOW:
+                if tuning.is_settled and number > WINDOW_STEPS:
                     break
                 # The other rank is faster: all follow the slowest.
                 slower = 1.0 if true is STARTS else 1.5
                 tuning.note(slower * predicted_s(tuning.plan, of_step) / least_s / (1 + rank))
-            names.append(tuning.now.name)
+            names.append(tuning.current_candidate.name)
             best.append(
                 predicted_s(tuning.plan, of_step) <= least_s * (1 + 1e-9)
-                and step.costs_of(tuning.now.uses_micro_batches) == of_step
+                and step.costs_of(tuning.current_candidate.uses_micro_batches) == of_step
             )
         return names, asked, best
 
@@ -329,9 +332,9 @@ def test_costs_measured_by_budget_exhausting_step_are_used(tmp_path: Path, monke
         return STARTS if len(asked) % 2 == 0 else None
 
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, measure=measure)
-    run_until_settled(tuning, 1.0 / tuning.now.predicted_s)
+    run_until_settled(tuning, 1.0 / tuning.current_candidate.predicted_s)
     usual_s = tuning.best.median_s
-    for _ in range(WINDOW):
+    for _ in range(WINDOW_STEPS):
         tuning.note(1.2 * usual_s)
     assert len(asked) == 1 and tuning.phase is Phase.MEASURE
     tuning.note(9 * usual_s)  # 2% of 500 steps are 10 of them
@@ -343,15 +346,15 @@ def test_costs_measured_by_budget_exhausting_step_are_used(tmp_path: Path, monke
 def test_unmeasured_costs_are_awaited_for_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None, measure=asked.append)
-    run_until_settled(tuning, 1.0 / tuning.now.predicted_s)
+    run_until_settled(tuning, 1.0 / tuning.current_candidate.predicted_s)
     costs, usual_s = step_of(tuning).costs, tuning.best.median_s
-    for _ in range(WINDOW):
+    for _ in range(WINDOW_STEPS):
         tuning.note(1.2 * usual_s)
     for number in range(2):
         assert len(asked) == 1 + number and tuning.phase is Phase.MEASURE
         tuning.note(1.2 * usual_s)
     assert len(asked) == 3 and tuning.phase is Phase.TRY and step_of(tuning).costs is costs
-    run_until_settled(tuning, 1.2 / tuning.now.predicted_s)
+    run_until_settled(tuning, 1.2 / tuning.current_candidate.predicted_s)
 
 
 def tune_flowmoe_with_drift(rank: int, world: int, cache: str) -> list[tuple[int, int, set[tuple[int, int | None]]]]:
@@ -367,7 +370,7 @@ def tune_flowmoe_with_drift(rank: int, world: int, cache: str) -> list[tuple[int
             while True:
                 split = StepSplit.from_plan(tuning.plan)
                 assert isinstance(split.forward, int) and split.forward == split.backward and split.bucket_bytes
-                if tuning.settled and len(tried) > 1:
+                if tuning.is_settled and len(tried) > 1:
                     break
                 tried.add((split.forward, split.bucket_bytes))
                 away = 0.03 * abs(split.forward - best_degree) + 0.01 * abs(math.log2(split.bucket_bytes / best_bytes))
@@ -383,7 +386,7 @@ def test_flowmoe_tunes_micro_batches_after_drift(tmp_path: Path, monkeypatch: py
     for best, rest_s in ((4, 1.0), (1, 2.0)):
         tried = set()
         for number in range(300):
-            if tuning.settled and number > WINDOW:
+            if tuning.is_settled and number > WINDOW_STEPS:
                 break
             tried.add(degree := tuning.plan.degrees["forward", 0])
             tuning.note(rest_s + 0.03 * abs(degree - best))
@@ -404,10 +407,10 @@ def test_flowmoe_tunes_micro_batches_and_buckets_after_drift(cluster: Cluster, t
 def test_skipped_steps_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = tuning_on_one_rank(tmp_path, monkeypatch, tell=lambda line: None)
     slow = 0
-    while not tuning.settled:
+    while not tuning.is_settled:
         tuning.skip()
         tuning.note(1e6)
-        tuning.note(tuning.now.predicted_s)
+        tuning.note(tuning.current_candidate.predicted_s)
         slow += 1
     assert all((row.measured_s or 0.0) < 1e3 for row in tuning.table()) and tuning.trials.spent_s < 1.0 < slow
 
@@ -460,7 +463,7 @@ def test_candidates_are_distinct_and_include_no_plan(whole: bool, steps: int) ->
         assert [one.predicted_s for one in found] == sorted(one.predicted_s for one in found)
         best = makespan(POLICIES["joint"].plan(costs, 8), costs)
         assert found[0].predicted_s <= best * 1.05  # joint has the parts of its ablation, too
-        assert [one.plan for one in found if one.family == OFF] == [Plan()]
+        assert [one.plan for one in found if one.family == OFF_FAMILY] == [Plan()]
         assert any(one.uses_micro_batches for one in found) == whole
         for one in found:
             beside = neighbour_candidates(one, costs, 8, 4)
@@ -478,7 +481,7 @@ def check_prediction_per_form(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     shape = workload(topology, 2)
     slow, fast = (
-        Observed({Sample("expert", phase, chunks): s for phase in PHASES for chunks, s in ((1, 0.1), (4, s_4))})
+        Observed({MeasuredPart("expert", phase, chunks): s for phase in PHASES for chunks, s in ((1, 0.1), (4, s_4))})
         for s_4 in (0.4, 0.1)
     )
     costs = replace(COSTS, observed={shape.shapes: slow, shape.shapes + PER_LAYER_SUFFIX: fast})
@@ -486,12 +489,12 @@ def check_prediction_per_form(rank: int, world: int) -> None:
     found = step.candidates()
     assert {one.uses_micro_batches for one in found} == {True, False}
     for one in found:
-        if one.family != OFF:
+        if one.family != OFF_FAMILY:
             assert one.predicted_s == makespan(one.plan, step.costs_of(one.uses_micro_batches)), one.name
     assert step.costs_of(False).layers[0].micro is None and step.costs_of(True).layers[0].micro is not None
     of = {one.family: one for one in found}
     assert of["flowmoe"].predicted_s > min(
-        one.predicted_s for one in found if not one.uses_micro_batches and one.family != OFF
+        one.predicted_s for one in found if not one.uses_micro_batches and one.family != OFF_FAMILY
     )
 
 
@@ -502,4 +505,4 @@ def test_each_plan_form_uses_its_own_observations(cluster: Cluster) -> None:
 def test_candidate_names_include_chunks() -> None:
     plan = Plan.parse("compute: f0.E0 b0.E0 b0.E1\ninter: f0.D0 f0.C0 b0.D0 b0.D1 b0.C0 b0.C1")
     assert PlanCandidate("fsmoe", plan, False, 1.0).name == "fsmoe, 1+2 chunks"
-    assert PlanCandidate(OFF, Plan(), False, 1.0).name == "off"
+    assert PlanCandidate(OFF_FAMILY, Plan(), False, 1.0).name == "off"

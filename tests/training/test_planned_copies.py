@@ -19,7 +19,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import StepSplit, micro_schedule
-from fusedmoe.schedule.task import GATHER, REDUCE
+from fusedmoe.schedule.task import SPARSE_GATHER, SPARSE_REDUCE
 from fusedmoe.schedule.timeline import Span
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, plan_step, sync_gradients
@@ -193,7 +193,7 @@ def test_planned_replicas_equal_expert_parallelism(
     torch.testing.assert_close(experts, experts_there, **close)
     assert found[0]["copies"] > STEPS and found[0]["owners"][0] != found[0]["owners"][-1]
     plan = Plan.parse(found[0]["plan"])
-    sparse = [task for task in plan.inter if task.kind in (GATHER, REDUCE)]
+    sparse = [task for task in plan.inter if task.kind in (SPARSE_GATHER, SPARSE_REDUCE)]
     again = 1 if options.get("rematerialises") else 0
     assert len(sparse) == (0 if mode == "overlapped" else 4 + again)
     for rank in found:
@@ -206,8 +206,8 @@ def test_planned_replicas_equal_expert_parallelism(
                 order = [(span.kind, span.chunk, span.layer, span.phase) for span in spans]
                 tasks = [task[:4] for phase in ("forward", "backward") for task in plan.inter if task.phase == phase]
                 assert order == [task for task in tasks if task[0] != "gradient-all-reduce" or task in order]
-                assert {GATHER, REDUCE} <= kinds
-        assert {GATHER, REDUCE} <= {span.kind for spans in rank["spans"] for span in spans}
+                assert {SPARSE_GATHER, SPARSE_REDUCE} <= kinds
+        assert {SPARSE_GATHER, SPARSE_REDUCE} <= {span.kind for spans in rank["spans"] for span in spans}
 
 
 def errors_without_placement(rank: int, world: int) -> list[str]:

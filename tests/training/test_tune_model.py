@@ -21,9 +21,9 @@ from fusedmoe.layers.measure import MeasurementState
 from fusedmoe.layers.scheduled_exchange import EXCHANGE, ExternalExperts, ScheduledExchange
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule import plan_chooser
-from fusedmoe.schedule.candidates import OFF
+from fusedmoe.schedule.candidates import OFF_FAMILY
 from fusedmoe.schedule.cost import CostModel, Line, Observed
-from fusedmoe.schedule.plan_chooser import WINDOW, Phase
+from fusedmoe.schedule.plan_chooser import WINDOW_STEPS, Phase
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import PlannedStep, plan_step, sync_gradients, tune_model, tune_step
 from tests.cluster import Cluster
@@ -123,7 +123,7 @@ def tune_in_loop(rank: int, world: int, folder: str, grouped: bool | None) -> tu
             tuning = tune_model(model, limit=4, tell=told.append)
             optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, plain)]
             steps, seen = 0, set()
-            while steps < 3 or not tuning.settled:
+            while steps < 3 or not tuning.is_settled:
                 steps += 1
                 assert steps < 200
                 torch.manual_seed(10 * steps + rank)
@@ -146,7 +146,7 @@ def tune_in_loop(rank: int, world: int, folder: str, grouped: bool | None) -> tu
                 torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=1e-10)
             for one, other in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-            chosen.append((tuning.now.name, steps, len(seen)))
+            chosen.append((tuning.current_candidate.name, steps, len(seen)))
             assert grouped is not False or all(there == back for there, back in seen)
     return chosen, told
 
@@ -175,7 +175,7 @@ def tune_with_buckets(rank: int, world: int, folder: str) -> tuple[str, int | No
         assert not step.has_costs
         tuning = tune_step(step, tell=lambda line: None)
         number = 0
-        while not tuning.settled:
+        while not tuning.is_settled:
             number += 1
             torch.manual_seed(10 * number + rank)
             x_SM = torch.randn(TOKENS, M, dtype=torch.float64)
@@ -188,16 +188,16 @@ def tune_with_buckets(rank: int, world: int, folder: str) -> tuple[str, int | No
             for one, other in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
                 one.grad = other.grad = None
-            tuning.note(tuning.now.predicted_s if step.has_costs else 1.0)
+            tuning.note(tuning.current_candidate.predicted_s if step.has_costs else 1.0)
         copied: Any = copy.deepcopy(model)
-        assert all(one.layer.plans.cost_measurement is None for one in copied) and tuning.settled
-        return tuning.now.name, tuning.plan.largest_bucket, max(step.buckets.layer_bytes)
+        assert all(one.layer.plans.cost_measurement is None for one in copied) and tuning.is_settled
+        return tuning.current_candidate.name, tuning.plan.largest_bucket, max(step.buckets.layer_bytes)
 
 
 def test_step_of_layers_is_measured_in_its_first_forward(cluster: Cluster, tmp_path: Path) -> None:
     found, other = cluster.run(2, tune_with_buckets, str(tmp_path))
     name, largest, layer_bytes = found
-    assert found == other and name != OFF and largest is not None and 0 < largest <= 2 * layer_bytes
+    assert found == other and name != OFF_FAMILY and largest is not None and 0 < largest <= 2 * layer_bytes
 
 
 class Slower(Clock):
@@ -238,9 +238,9 @@ def measure_after_drift(rank: int, world: int, folder: str) -> tuple[list[float]
                 clock.ran = list(ran)
             if len(asked) > len(again):
                 again.append(step - ahead)
-            if tuning.settled and clock.times == 1.0:
+            if tuning.is_settled and clock.times == 1.0:
                 clock.times, ahead = 2.0, step
-            elif again and tuning.settled:
+            elif again and tuning.is_settled:
                 break
         source: Any = tuning.source
         plain = source.step
@@ -253,7 +253,7 @@ def test_step_after_drift_measures_costs_again(cluster: Cluster, tmp_path: Path)
     (asked, new, again), other = cluster.run(2, measure_after_drift, str(tmp_path))
     # Half of the remaining budget is for the machine's cost lines, the other half for the layer's parts.
     assert (asked, new, again) == other and new and len(asked) == 1 and 0.5 <= asked[0] <= 15
-    assert again == [WINDOW + 1]
+    assert again == [WINDOW_STEPS + 1]
 
 
 def drifted_without_forward(
@@ -270,19 +270,19 @@ def drifted_without_forward(
         patch.setattr(plan_chooser, "time", clock)
         model: Any = model_of(topology, True)
         tuning = tune_model(model, limit=4, tell=lambda line: None)
-        while not tuning.settled:
+        while not tuning.is_settled:
             with tuning, plans_run() as ran:
                 model(torch.randn(TOKENS, M, dtype=torch.float64)).square().mean().backward()
                 clock.ran = list(ran)
         source: Any = tuning.source
         costs, phases = source.step.costs, []
         clock.times = 2.0
-        for _ in range(WINDOW + 2):
+        for _ in range(WINDOW_STEPS + 2):
             with tuning:
                 pass
             phases.append(tuning.phase)
         measurement = getattr(model[0], EXCHANGE).plans.cost_measurement
-        return phases[WINDOW - 1 :], measurement.state, source.step.costs is costs, asked
+        return phases[WINDOW_STEPS - 1 :], measurement.state, source.step.costs is costs, asked
 
 
 def test_drift_without_forward_keeps_costs(cluster: Cluster, tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def check_failed_step(rank: int, world: int) -> None:
         for _ in range(2):
             with tuning:
                 pass
-        assert tuning.phase is Phase.MEASURE and tuning.now.family == OFF
+        assert tuning.phase is Phase.MEASURE and tuning.current_candidate.family == OFF_FAMILY
         assert len(told) == (rank == 0) and all("nothing to measure" in line for line in told)
 
 
@@ -329,7 +329,7 @@ def test_model_without_plans_is_unchanged_or_rejected() -> None:
         tune_model(nn.Linear(2, 2))
     ours = model_of(Topology(), None)
     alone = tune_model(ours)
-    assert alone.phase is Phase.KEEP and alone.now.family == OFF
+    assert alone.phase is Phase.KEEP and alone.current_candidate.family == OFF_FAMILY
     with pytest.raises(ConfigError, match="explicit costs need the workload of a layer"):
         PlannedStep(ours, Topology(), COSTS)
     pipeline = fusedmoe.pipeline([(nn.Identity(), layer.layer) for layer in ours.children()])
@@ -345,4 +345,4 @@ def test_model_without_plans_is_unchanged_or_rejected() -> None:
     before = model(x_SM)
     with tuning:
         assert torch.equal(model(x_SM), before)
-    assert tuning.phase is Phase.KEEP and tuning.now.family == OFF
+    assert tuning.phase is Phase.KEEP and tuning.current_candidate.family == OFF_FAMILY

@@ -9,7 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED, Board, Note, sort_by_suspicion, stopped_ranks
+from fusedmoe.comm.failure.board import (
+    ORDER_RULE,
+    PROCESS_ENDED,
+    Board,
+    WaitNote,
+    sort_by_suspicion,
+    stopped_ranks,
+)
 from fusedmoe.errors import TIMEOUT_CURE, RankError
 
 # The host of the store closes it last, up to this long before its process ends.
@@ -63,21 +70,23 @@ def connection_lost_error(
 
 
 def timeout_error(
-    board: Board, ranks: Sequence[int], operation: str, where: str, timeout_s: float, earlier: Mapping[int, Note]
+    board: Board, ranks: Sequence[int], operation: str, where: str, timeout_s: float, earlier: Mapping[int, WaitNote]
 ) -> RankError:
     """Return the error for a timeout. `earlier`: the peers' notes shortly before it."""
     call, now = f"{operation} over {where}", board.wait_notes(ranks)
     stopped = stopped_ranks(earlier, now)
     absent = [rank for rank, note in now.items() if not note.operation]
     note_by_rank = {rank: note for rank, note in now.items() if rank not in stopped and note.operation}
-    note_by_rank[board.rank] = Note(call, 0, board.calls[operation])
+    note_by_rank[board.rank] = WaitNote(call, 0, board.num_calls_by_operation[operation])
     elsewhere = [rank for rank, note in note_by_rank.items() if note.operation != call]
     descriptions = [f"rank {rank} is not waiting" for rank in absent]
     descriptions += [f"rank {rank} was stopped while it waited for {now[rank].operation}" for rank in stopped]
     # The intended operation is unknown.
     if absent or stopped or elsewhere:
         descriptions += [f"rank {rank} waits for {note.operation}" for rank, note in note_by_rank.items()]
-    text = f"not all ranks joined within {timeout_s:.0f} s: {'; '.join(descriptions) or 'no data received'}. {ORDER}"
+    text = (
+        f"not all ranks joined within {timeout_s:.0f} s: {'; '.join(descriptions) or 'no data received'}. {ORDER_RULE}"
+    )
     # If all wait in this group, one has skipped or repeated a call; in another group one may wait for a slow rank.
     skipped = bool(elsewhere) and all(note_by_rank[rank].operation.endswith(f" over {where}") for rank in elsewhere)
     if absent or stopped or not skipped:
@@ -88,9 +97,9 @@ def timeout_error(
     return _verdict_error(board, operation, where, verdict)
 
 
-def different_calls_error(board: Board, operation: str, where: str, calls: Mapping[int, Note]) -> RankError:
+def different_calls_error(board: Board, operation: str, where: str, calls: Mapping[int, WaitNote]) -> RankError:
     each = "; ".join(f"rank {rank} calls {' '.join(note.operation.split())}" for rank, note in calls.items())
-    text = f"ranks of {where} call different operations: {each}. {ORDER}"
+    text = f"ranks of {where} call different operations: {each}. {ORDER_RULE}"
     culprit = sort_by_suspicion(calls)[0]
     words = calls[culprit].operation.split("\n")[0]
     return _verdict_error(board, operation, where, board.final_verdict() or board.post(culprit, words, text))
@@ -100,7 +109,7 @@ def foreign_data_error(board: Board, operation: str, where: str, rank: int) -> R
     """Return the error for data from `rank` that belongs to another operation."""
     text = (
         f"the data it sent to rank {board.rank} belongs to another operation; one of the two ranks called it out of "
-        f"order. {ORDER}"
+        f"order. {ORDER_RULE}"
     )
     return _verdict_error(board, operation, where, board.post(rank, operation, text))
 

@@ -33,14 +33,18 @@ class StoreClient:
     def __init__(self, store: dist.Store) -> None:
         self._connection, self._worker = _Connection(store), WorkerThread("fusedmoe-store")
         self._lock = Lock()
-        self._last: Future[object] | None = None
-        self._last_start = 0.0
+        self._last_request: Future[object] | None = None
+        self._last_request_start_s = 0.0
         #: Error text after the connection broke. No more requests are sent: the client logs each failure.
         self.connection_error = ""
 
     @property
     def failure_reason(self) -> str:
-        silent_s = 0.0 if self._last is None or self._last.done() else time.monotonic() - self._last_start
+        silent_s = (
+            0.0
+            if self._last_request is None or self._last_request.done()
+            else time.monotonic() - self._last_request_start_s
+        )
         silent = f"no answer for {silent_s:.0f} s" if silent_s >= REQUEST_TIMEOUT_S else ""
         return self.connection_error or silent
 
@@ -52,12 +56,12 @@ class StoreClient:
         try:
             # `failure_reason` must also count the time before an unanswered request was sent.
             last_start = start
-            if self._last is not None and not self._last.done():
-                start = self._last_start
-                self._last.result(max(0.0, start + timeout_s - time.monotonic()))
+            if self._last_request is not None and not self._last_request.done():
+                start = self._last_request_start_s
+                self._last_request.result(max(0.0, start + timeout_s - time.monotonic()))
                 last_start = time.monotonic()
             last = self._worker.submit(partial(self._connection.answer, request, timeout_s))
-            self._last, self._last_start = last, last_start  # type: ignore[assignment]
+            self._last_request, self._last_request_start_s = last, last_start  # type: ignore[assignment]
             answer = last.result(max(0.0, start + timeout_s - time.monotonic()))
         except NotDone:
             return None
@@ -98,13 +102,15 @@ class _Connection:
         if self._original_store is not None:
             original, self._original_store = self._original_store, None
             try:
-                self._connected_store = dist.PrefixStore("fusedmoe", _reconnect(original.underlying_store, timeout_s))
+                self._connected_store = dist.PrefixStore(
+                    "fusedmoe", _open_second_connection(original.underlying_store, timeout_s)
+                )
             except (OSError, ValueError, MemoryError) as error:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from None
         return self._connected_store
 
 
-def _reconnect(store: dist.Store, timeout_s: float) -> dist.Store:
+def _open_second_connection(store: dist.Store, timeout_s: float) -> dist.Store:
     if isinstance(store, dist.TCPStore):
         # If the host is gone, the client retries until its timeout, in a clone the job's half an hour.
         bound, libuv = timedelta(seconds=timeout_s), getattr(store, "libuvBackend", True)
@@ -114,7 +120,7 @@ def _reconnect(store: dist.Store, timeout_s: float) -> dist.Store:
 
 # One connection per process and store: for each new client the store's only thread resolves the client's name (torch
 # 2.13) and blocks all requests meanwhile, 5 s with a slow name server.
-_CLIENTS: WeakKeyDictionary[dist.Store, StoreClient] = WeakKeyDictionary()
+_CLIENT_BY_STORE: WeakKeyDictionary[dist.Store, StoreClient] = WeakKeyDictionary()
 
 
 def shared_client(store: dist.Store) -> StoreClient:
@@ -122,6 +128,6 @@ def shared_client(store: dist.Store) -> StoreClient:
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
-    client = _CLIENTS.get(store) or _CLIENTS.get(base) or StoreClient(base)
-    _CLIENTS[store] = _CLIENTS[base] = client
+    client = _CLIENT_BY_STORE.get(store) or _CLIENT_BY_STORE.get(base) or StoreClient(base)
+    _CLIENT_BY_STORE[store] = _CLIENT_BY_STORE[base] = client
     return client

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.comm.failure.board import ORDER, PROCESS_ENDED
+from fusedmoe.comm.failure.board import ORDER_RULE, PROCESS_ENDED
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import TIMEOUT_CURE, RankError
 from fusedmoe.kernels.one_sided import FAULT, RECORD_SIZE, TIMED_OUT, Bounds, Network
@@ -57,7 +57,7 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Symmetric:
+class SymmetricTensor:
     """This rank's copy of a symmetric allocation, and the addresses of the copies of all ranks.
 
     Attributes:
@@ -91,9 +91,9 @@ class Heap:
         indexed = device if device != torch.device("cuda") else torch.device("cuda", torch.cuda.current_device())
         self.group, self.device = group, indexed
         self.is_abandoned = False
-        self.checks: list[Callable[[], None]] = []
+        self.failed_wait_checks: list[Callable[[], None]] = []
         # Mappings of this rank; peers keep theirs.
-        self._memory: list[Tensor] = []
+        self._mappings: list[Tensor] = []
         group.job.heaps.add(self)
 
     @staticmethod
@@ -101,7 +101,7 @@ class Heap:
         """Return why the backend cannot be used on the device, and a fix, else ""."""
         raise NotImplementedError
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
         """Allocate zeros of this shape on every rank. Returns after all ranks have allocated."""
         if self.is_abandoned:
             raise RankError(f"rank {self.group.job.rank}: this heap was abandoned after an error; open a new one")
@@ -116,11 +116,11 @@ class Heap:
         size = max(_ALIGNMENT, -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
         bytes_own, addresses = self._map(size)
         own = bytes_own[: count * dtype.itemsize].view(dtype).view(tuple(shape))
-        return Symmetric(own, torch.tensor(addresses, dtype=torch.int64, device=self.device))
+        return SymmetricTensor(own, torch.tensor(addresses, dtype=torch.int64, device=self.device))
 
     def check(self) -> None:
         """Raise `RankError` if a kernel's wait has failed. On a GPU, first synchronizes the current stream."""
-        for check in self.checks:
+        for check in self.failed_wait_checks:
             check()
 
     def close(self) -> None:
@@ -134,14 +134,14 @@ class Heap:
             self.abandon()
             raise
         self.is_abandoned = True
-        self._memory.clear()
+        self._mappings.clear()
         self._free()
 
     def abandon(self) -> None:
         """Mark the heap unusable after an error, without waiting for other ranks."""
         # Peers may still write here: the memory is never allocated again.
         self.is_abandoned = True
-        self._memory.clear()
+        self._mappings.clear()
 
     def __enter__(self) -> Heap:
         return self
@@ -169,7 +169,7 @@ _VERDICT_POSTED, _PEER_ENDED = 2, 3
 DescribeSignal = Callable[[int], tuple[int, str]]
 
 
-class Watch:
+class SignalWatch:
     """Bounds kernels' waits for signals of one heap, and raises failed waits.
 
     Interpreted kernels have no clock: they poll a stop flag, which a host thread sets after a failure or timeout.
@@ -180,26 +180,26 @@ class Watch:
 
     def __init__(self, heap: Heap) -> None:
         self._group, self._device = heap.group, heap.device
-        memory = _allocate_record(1 + RECORD_SIZE, heap.device)
+        memory = _allocate_failure_record(1 + RECORD_SIZE, heap.device)
         self.stop, self.record = memory[:1], memory[1:]
         # As NumPy: it is read after every launch, without a PyTorch operation.
-        self._record = self.record.numpy()
+        self._failure_record_array = self.record.numpy()
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         # Keyed by signal address, which kernels record: more launches may have been issued since.
-        self._names: dict[int, tuple[str, DescribeSignal]] = {}
-        self._faults: dict[str, int] = {}
-        self._poller: WorkerThread | None = None
-        heap.checks.append(partial(self.check, wait=True))
+        self._operation_by_signal: dict[int, tuple[str, DescribeSignal]] = {}
+        self._fault_numbers: dict[str, int] = {}
+        self._polling_thread: WorkerThread | None = None
+        heap.failed_wait_checks.append(partial(self.check, wait=True))
 
     def name_signals(self, signals: Tensor, operation: str, describe: DescribeSignal) -> None:
-        self._names[signals.data_ptr()] = operation, describe
+        self._operation_by_signal[signals.data_ptr()] = operation, describe
 
     def fault_number(self, fault: str) -> int:
         """Return the number by which kernels report a fault. `fault`: error text after the count.
 
         All ranks must request faults in the same order.
         """
-        return self._faults.setdefault(fault, len(self._faults) + 1)
+        return self._fault_numbers.setdefault(fault, len(self._fault_numbers) + 1)
 
     @contextmanager
     def guard_launches(self) -> Iterator[None]:
@@ -217,13 +217,13 @@ class Watch:
             return
         # An interpreted kernel runs on this thread, so another thread polls the board.
         has_ended = threading.Event()
-        self._poller = self._poller or WorkerThread("fusedmoe-watch")
-        polling = self._poller.submit(partial(self._poll_board, has_ended))
+        self._polling_thread = self._polling_thread or WorkerThread("fusedmoe-watch")
+        polling = self._polling_thread.submit(partial(self._poll_board, has_ended))
         try:
             yield
         finally:
             has_ended.set()
-            self._poller.result(polling)
+            self._polling_thread.result(polling)
         self.check()
 
     def check(self, wait: bool = False) -> None:
@@ -231,7 +231,7 @@ class Watch:
         is_async = self._device.type == "cuda"
         if is_async and wait:
             _synchronize(self._device)
-        if not self._record[0]:
+        if not self._failure_record_array[0]:
             return
         # The reason is written before the other fields. All waits end after a reason, so the stream can be
         # synchronized.
@@ -240,7 +240,7 @@ class Watch:
         reason, index, expected, seen, address = self.record.tolist()
         if reason == FAULT:
             raise self._fault_error(self._group.ranks[index], *divmod(expected, 2**32))
-        operation, name = self._names[address]
+        operation, name = self._operation_by_signal[address]
         peer_index, rows = name(index)
         peer = self._group.ranks[peer_index]
         raise self._wait_error(operation, peer, f"{rows} of rank {peer}, expected signal {expected}, seen {seen}")
@@ -249,12 +249,12 @@ class Watch:
         # If this thread fails, nothing else polls.
         reason = _PEER_ENDED
         try:
-            reason = self._reason_to_stop(has_ended)
+            reason = self._wait_for_reason_to_stop(has_ended)
         finally:
             if reason:
                 self.stop.fill_(reason)
 
-    def _reason_to_stop(self, has_ended: threading.Event) -> int:
+    def _wait_for_reason_to_stop(self, has_ended: threading.Event) -> int:
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
         peers = tuple(rank for rank in group.ranks if rank != group.job.rank)
         pause = 0.02
@@ -271,7 +271,7 @@ class Watch:
 
     def _fault_error(self, rank: int, number: int, count: int) -> RankError:
         # Posted for ranks that do not receive the fault.
-        group, me, text = self._group, self._group.job.rank, f"{count} {[*self._faults][number - 1]}"
+        group, me, text = self._group, self._group.job.rank, f"{count} {[*self._fault_numbers][number - 1]}"
         operation = f"kernels over the {group}"
         if group.job.board is not None:
             group.job.board.post(rank, operation, text)
@@ -288,12 +288,12 @@ class Watch:
         if verdict is None and (dead := board.ended_ranks(tuple(rank for rank in group.ranks if rank != me))):
             verdict = board.post(dead[0], where, PROCESS_ENDED)
         if verdict is None:
-            text = f"it did not signal within {group.job.timeout_s:.0f} s. {ORDER}"
+            text = f"it did not signal within {group.job.timeout_s:.0f} s. {ORDER_RULE}"
             verdict = board.blame(peer, where, f"{text}; if one is slow, {TIMEOUT_CURE}")
         return RankError(f"rank {me}: {where}; it ended because {verdict}")
 
 
-def _allocate_record(count: int, device: torch.device) -> Tensor:
+def _allocate_failure_record(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
 

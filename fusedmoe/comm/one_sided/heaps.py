@@ -45,7 +45,7 @@ def find_backend(group: Group, device: torch.device, backend: str | None = None)
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     candidates = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("host",)
-    own = (_host(), [BACKENDS[name].unavailable_reason(device) for name in candidates])
+    own = (_host_identity(), [BACKENDS[name].unavailable_reason(device) for name in candidates])
     availability = dict(zip(group.ranks, all_gather_object(group, own, "choosing a symmetric heap"), strict=True))
     hosts = {rank: host for rank, (host, _) in availability.items()}
     reasons = []
@@ -62,7 +62,7 @@ def find_backend(group: Group, device: torch.device, backend: str | None = None)
     return "", ". ".join(reasons)
 
 
-def _host() -> tuple[str, str]:
+def _host_identity() -> tuple[str, str]:
     """Return the host's name and boot id: two hosts may share a name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
@@ -83,9 +83,9 @@ class HostHeap(Heap):
         if not hasattr(os, "memfd_create"):
             return "it requires Linux (memfd)"
         try:
-            file = _new_file(mmap.PAGESIZE)
+            file = _create_anonymous_file(mmap.PAGESIZE)
             try:
-                _view(f"/proc/{os.getpid()}/fd/{file}", mmap.PAGESIZE, os.fstat(file).st_ino)
+                _map_file(f"/proc/{os.getpid()}/fd/{file}", mmap.PAGESIZE, os.fstat(file).st_ino)
             finally:
                 os.close(file)
         except OSError as error:
@@ -97,13 +97,13 @@ class HostHeap(Heap):
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
         group, operation = self.group, "allocation on the host heap"
         try:
-            file = _new_file(size)
+            file = _create_anonymous_file(size)
         except OSError as error:
             group.refuse(operation, f"no memory for {size} bytes ({error}). Raise its limits, or use smaller batches")
         try:
             files = self._all_gather((os.getpid(), file, os.fstat(file).st_ino))
             try:
-                views = [_view(f"/proc/{pid}/fd/{number}", size, inode) for pid, number, inode in files]
+                views = [_map_file(f"/proc/{pid}/fd/{number}", size, inode) for pid, number, inode in files]
             except OSError as error:
                 if error.errno == errno.ENOMEM:
                     group.refuse(operation, f"no memory to map {size} bytes of each rank ({error}). Raise its limits")
@@ -112,11 +112,11 @@ class HostHeap(Heap):
             self._all_gather("mapped")
         finally:
             os.close(file)
-        self._memory += views
+        self._mappings += views
         return views[self.group.index], [view.data_ptr() for view in views]
 
 
-def _new_file(size: int) -> int:
+def _create_anonymous_file(size: int) -> int:
     # Anonymous: no file is left in /dev/shm after a kill.
     file = os.memfd_create("fusedmoe", os.MFD_CLOEXEC)
     try:
@@ -127,7 +127,7 @@ def _new_file(size: int) -> int:
     return file
 
 
-def _view(path: str, size: int, inode: int) -> Tensor:
+def _map_file(path: str, size: int, inode: int) -> Tensor:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_ino != inode:
@@ -161,7 +161,7 @@ class SymmHeap(Heap):
         # Not `symmetric_memory.empty`: its pool reuses freed memory, for which `rendezvous` returns its earlier result
         # without communication. After an error a heap would address memory that peers have reused.
         own = SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device).zero_()
-        self._memory.append(own)
+        self._mappings.append(own)
         torch.cuda.synchronize(self.device)
         handle = SymmetricMemory.rendezvous(own, self.group.handle.group_name)
         addresses = [int(address) for address in handle.buffer_ptrs]

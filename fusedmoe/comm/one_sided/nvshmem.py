@@ -57,8 +57,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 _ID_BYTES = 128
-_CLOSED = 0
-_BUILD = "in the sources of fusedmoe: make nvshmem"
+_NOT_INITIALISED = 0
+_HOW_TO_BUILD = "in the sources of fusedmoe: make nvshmem"
 
 
 class _LibraryError(Exception):
@@ -69,14 +69,14 @@ class Library:
     """The C library. `call("allocate", …)` raises `_LibraryError` on a nonzero status."""
 
     def __init__(self, functions: Any) -> None:
-        self._functions = functions
+        self._ctypes_library = functions
         for name, arguments in FUNCTIONS.items():
             function = getattr(functions, PREFIX + name)
             function.argtypes, function.restype = arguments, c_char_p if name == "last_error" else c_int
 
     def call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._functions, PREFIX + name)(*arguments):
-            raise _LibraryError(self._functions.fusedmoe_nvshmem_last_error().decode())
+        if getattr(self._ctypes_library, PREFIX + name)(*arguments):
+            raise _LibraryError(self._ctypes_library.fusedmoe_nvshmem_last_error().decode())
 
     def versions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the NVSHMEM versions that the library was built with and that is loaded."""
@@ -84,10 +84,10 @@ class Library:
         self.call("version", built, loaded)
         return tuple(built), tuple(loaded)
 
-    def state(self) -> _State:
+    def state(self) -> _ProcessState:
         owner, pe, pes, job = c_int(), c_int(), c_int(), ctypes.create_string_buffer(_ID_BYTES)
         self.call("state", owner, pe, pes, job)
-        return _State(owner.value, pe.value, pes.value, job.raw)
+        return _ProcessState(owner.value, pe.value, pes.value, job.raw)
 
     def unique_id(self) -> bytes:
         unique_id = ctypes.create_string_buffer(_ID_BYTES)
@@ -106,7 +106,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class _State:
+class _ProcessState:
     """This process's NVSHMEM: who initialised it, its PE, the number of PEs, and the job's id."""
 
     owner: int
@@ -116,7 +116,7 @@ class _State:
 
 
 def unavailable_reason() -> str:
-    for reason in (no_gpu_reason, _no_package, _no_library):
+    for reason in (no_gpu_reason, _missing_package_reason, _missing_library_reason):
         if why := reason():
             return why
     try:
@@ -126,7 +126,7 @@ def unavailable_reason() -> str:
     return no_torch_cuda_reason()
 
 
-def _no_package() -> str:
+def _missing_package_reason() -> str:
     if nvshmem_home() is None:
         return f"NVSHMEM's package is not installed: {HOW_TO_INSTALL}"
     cuda, packages = torch.version.cuda, nvshmem_packages()
@@ -136,18 +136,18 @@ def _no_package() -> str:
     return ""
 
 
-def _no_library() -> str:
+def _missing_library_reason() -> str:
     if not LIBRARY.exists():
-        return f"{LIBRARY.name} is not built; {_BUILD}"
+        return f"{LIBRARY.name} is not built; {_HOW_TO_BUILD}"
     try:
         built, loaded = load().versions()
     except OSError as error:
-        return f"{LIBRARY.name} cannot be loaded ({error}); {_BUILD}"
+        return f"{LIBRARY.name} cannot be loaded ({error}); {_HOW_TO_BUILD}"
     except AttributeError as error:
-        return f"{LIBRARY.name} was built from other sources ({error}); {_BUILD}"
+        return f"{LIBRARY.name} was built from other sources ({error}); {_HOW_TO_BUILD}"
     if built[:2] != loaded[:2]:
         words = [".".join(map(str, version)) for version in (built, loaded)]
-        return f"{LIBRARY.name} was built with NVSHMEM {words[0]}, but {words[1]} is loaded; {_BUILD}"
+        return f"{LIBRARY.name} was built with NVSHMEM {words[0]}, but {words[1]} is loaded; {_HOW_TO_BUILD}"
     return ""
 
 
@@ -189,8 +189,8 @@ class NvshmemHeap(Heap):
             raise ConfigError(f"NVSHMEM over the {group}: {_describe_ranks(group, refusals)}")
         super().__init__(group, device)
         self._library = load()
-        self._pes = self._start([state for _, state in answers])
-        self._mapped: list[int] = []
+        self._pe_by_rank = self._initialise_or_join([state for _, state in answers])
+        self._allocated_addresses: list[int] = []
 
         from fusedmoe.kernels.triton.one_sided.network import register_loaded_modules
 
@@ -198,7 +198,7 @@ class NvshmemHeap(Heap):
         spare, addresses = self._map(8)
         # A peer without an address is remote: only NVSHMEM functions reach it.
         if any(self._all_gather(not all(addresses))):
-            pe_W = torch.tensor(self._pes, dtype=torch.int32, device=self.device)
+            pe_W = torch.tensor(self._pe_by_rank, dtype=torch.int32, device=self.device)
             self.network = Network(pe_W, spare.view(torch.int64), nvshmem_bitcode())
 
     @staticmethod
@@ -213,41 +213,45 @@ class NvshmemHeap(Heap):
             return str(error)
         return ""
 
-    def _start(self, states: list[_State]) -> list[int]:
+    def _initialise_or_join(self, states: list[_ProcessState]) -> list[int]:
         """Initialise NVSHMEM or join the existing job. Return the PE of each rank."""
         group, operation = self.group, "opening NVSHMEM"
-        if all(state.owner == _CLOSED for state in states):
-            job = self._on_all_ranks(lambda: self._library.unique_id() if group.index == 0 else b"", operation)[0]
+        if all(state.owner == _NOT_INITIALISED for state in states):
+            job = self._call_on_all_ranks(lambda: self._library.unique_id() if group.index == 0 else b"", operation)[0]
             try:
-                self._bounded(lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation)
+                self._call_with_timeout(
+                    lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation
+                )
             except RankError as error:
                 # The library may have rejected a kernel module. Finalize waits for all ranks, so the error is posted
                 # first.
                 if isinstance(error.__cause__, _LibraryError):
                     with suppress(RankError):
-                        self._bounded(lambda: self._library.call("finalize"), operation)
+                        self._call_with_timeout(lambda: self._library.call("finalize"), operation)
                 raise
             return list(range(group.size))
         pes = [state.pe for state in states]
         jobs = {(state.owner, state.pes, state.job) for state in states}
         if jobs != {(states[0].owner, group.size, states[0].job)} or set(pes) != set(range(group.size)):
-            texts = ["is in none" if s.owner == _CLOSED else f"is PE {s.pe} of {s.pes}" for s in states]
+            texts = ["is in none" if s.owner == _NOT_INITIALISED else f"is PE {s.pe} of {s.pes}" for s in states]
             raise ConfigError(
                 f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, but these ranks are in different "
                 f"ones: {_describe_ranks(group, texts)}. Open it for the same ranks everywhere, or close the other."
             )
-        self._on_all_ranks(lambda: self._library.call("adopt"), operation)
+        self._call_on_all_ranks(lambda: self._library.call("adopt"), operation)
         return pes
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
         operation = "allocating symmetric memory"
-        address = self._bounded(lambda: self._library.allocate(size), operation)
-        self._mapped.append(address)
+        address = self._call_with_timeout(lambda: self._library.allocate(size), operation)
+        self._allocated_addresses.append(address)
         own = tensor_at(address, size, self.device)
         # Zeroed before the gather below: a peer may put as soon as it has the address.
         own.zero_()
         self._synchronize(operation)
-        addresses = self._on_all_ranks(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
+        addresses = self._call_on_all_ranks(
+            lambda: [self._library.peer(address, pe) for pe in self._pe_by_rank], operation
+        )
         return own, addresses[self.group.index]
 
     def _free(self) -> None:
@@ -256,9 +260,9 @@ class NvshmemHeap(Heap):
         # No kernel uses the memory after this rank's stream and then all ranks are synchronized.
         self._synchronize(operation)
         all_gather_object(self.group, None, operation)
-        for address in reversed(self._mapped):
-            self._bounded(partial(self._library.call, "free", address), operation)
-        self._bounded(lambda: self._library.call("finalize"), operation)
+        for address in reversed(self._allocated_addresses):
+            self._call_with_timeout(partial(self._library.call, "free", address), operation)
+        self._call_with_timeout(lambda: self._library.call("finalize"), operation)
 
     def _synchronize(self, operation: str) -> None:
         done, deadline = record_event(self.device), time.monotonic() + self.group.job.timeout_s
@@ -268,7 +272,7 @@ class NvshmemHeap(Heap):
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
 
-    def _on_all_ranks(self, call: Callable[[], T], operation: str) -> list[T]:
+    def _call_on_all_ranks(self, call: Callable[[], T], operation: str) -> list[T]:
         value: T | None = None
         try:
             value, reason = call(), ""
@@ -278,10 +282,10 @@ class NvshmemHeap(Heap):
         answers = all_gather_object(self.group, (reason, value), operation)
         for rank, (why, _) in zip(self.group.ranks, answers, strict=True):
             if why:
-                raise self._error(operation, why, rank)
+                raise self._post_error(operation, why, rank)
         return [value for _, value in answers]
 
-    def _bounded(self, call: Callable[[], T], operation: str) -> T:
+    def _call_with_timeout(self, call: Callable[[], T], operation: str) -> T:
         """Return the result of a call that waits for other ranks. Posts a failure to all ranks."""
 
         def work() -> T:
@@ -298,7 +302,7 @@ class NvshmemHeap(Heap):
         try:
             return done.result()
         except _LibraryError as error:
-            raise self._error(operation, str(error)) from error
+            raise self._post_error(operation, str(error)) from error
 
     def _poll_board(self, operation: str, deadline: float) -> None:
         group = self.group
@@ -308,9 +312,9 @@ class NvshmemHeap(Heap):
         if time.monotonic() > deadline:
             timeout = f"{group.job.timeout_s:.0f} s"
             cure = f"see the logs of the other ranks, or {TIMEOUT_CURE}"
-            raise self._error(operation, f"it did not complete within {timeout}; {cure}", is_timeout=True)
+            raise self._post_error(operation, f"it did not complete within {timeout}; {cure}", is_timeout=True)
 
-    def _error(self, operation: str, message: str, rank: int | None = None, is_timeout: bool = False) -> RankError:
+    def _post_error(self, operation: str, message: str, rank: int | None = None, is_timeout: bool = False) -> RankError:
         """Post an error of this rank (or of `rank`) and return it."""
         group = self.group
         if group.handle is None:

@@ -18,7 +18,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.one_sided.heap import Heap, Watch
+from fusedmoe.comm.one_sided.heap import Heap, SignalWatch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import require_float_dtype
 from fusedmoe.kernels.one_sided import MAX_FAULT_COUNT, Bounds, Faults, PeerSignal, ReceiveBuffer, ReturnBuffers
@@ -29,7 +29,7 @@ from fusedmoe.kernels.triton.one_sided.remote import wait_signals
 SLOTS = 2
 
 # Rows per signal: for tokens the tile of the grouped GEMM; more for the short rows of metadata.
-TOKEN_TILE, _METADATA_TILE = 128, 1024
+TOKEN_TILE, _METADATA_TILE_ROWS = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,17 @@ class ReceiveBuffers:
         if sizes.experts % size:
             raise ConfigError(f"{sizes.experts} experts cannot be shared evenly by {size} ranks")
         self.experts = sizes.experts // size
-        self._tile = min(TOKEN_TILE, 1 << max(4, (sizes.tokens - 1).bit_length()))
-        tiles, lines = -(-max(sizes.tokens, 1) // self._tile), self.experts + sizes.tokens * sizes.k
-        if self.experts > _METADATA_TILE:
+        self._token_tile_rows = min(TOKEN_TILE, 1 << max(4, (sizes.tokens - 1).bit_length()))
+        tiles, lines = -(-max(sizes.tokens, 1) // self._token_tile_rows), self.experts + sizes.tokens * sizes.k
+        if self.experts > _METADATA_TILE_ROWS:
             text = f"{self.experts} experts a rank are too many"
-            raise ConfigError(f"{text}: routing metadata has room for {_METADATA_TILE}")
-        tokens = size, tiles * self._tile, sizes.width
-        self.tokens = make_receive_buffer(heap, tokens, sizes.dtype, self._tile, tiles)
+            raise ConfigError(f"{text}: routing metadata has room for {_METADATA_TILE_ROWS}")
+        tokens = size, tiles * self._token_tile_rows, sizes.width
+        self.tokens = make_receive_buffer(heap, tokens, sizes.dtype, self._token_tile_rows, tiles)
         # One row per local expert's count, then one per pair; one signal per tile of rows.
-        parts = -(-lines // _METADATA_TILE)
-        metadata = size, parts * _METADATA_TILE, 2
-        self.metadata = make_receive_buffer(heap, metadata, torch.int32, _METADATA_TILE, parts)
+        parts = -(-lines // _METADATA_TILE_ROWS)
+        metadata = size, parts * _METADATA_TILE_ROWS, 2
+        self.metadata = make_receive_buffer(heap, metadata, torch.int32, _METADATA_TILE_ROWS, parts)
         results = max(1, sizes.tokens * sizes.k)
         slots = SLOTS if self.network is None else 1
         self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree, slots)
@@ -92,10 +92,10 @@ class ReceiveBuffers:
             row_staging = heap.allocate((staging_rows, sizes.width), sizes.dtype).own
             value_staging = heap.allocate((staging_rows, 1), torch.float32).own
         self.returned = ReturnBuffers(self.results.rows[:, 0], self.results.row_table, row_staging, self.network)
-        self.returned_values = ReturnBuffers(values.own, values.table, value_staging, self.network)
+        self.value_return_buffers = ReturnBuffers(values.own, values.table, value_staging, self.network)
         self.num_finished = torch.tensor([0], dtype=torch.int32, device=heap.device)
-        self._make_views()
-        self.watch = Watch(heap)
+        self._make_slot_views()
+        self.watch = SignalWatch(heap)
         received, own = heap.allocate((size,), torch.int64), torch.tensor([0], dtype=torch.int64, device=heap.device)
         self.faults = Faults(own, received.own, received.table, self.watch.bounds)
         for buffer, putting, waiting, part in (
@@ -111,7 +111,7 @@ class ReceiveBuffers:
             id(buffer): cycle(range(buffer.slots)) for buffer in (self.tokens, self.metadata, self.results)
         }
 
-    def _make_views(self) -> None:
+    def _make_slot_views(self) -> None:
         """Create the views and the index tensors of every slot.
 
         Tensors created during CUDA graph capture would not exist before the first replay.
@@ -120,22 +120,22 @@ class ReceiveBuffers:
         self.token_rows = self.tokens.rows.flatten(1, 2).unbind()
         self.token_signals = self.tokens.signals.unbind()
         self.metadata_lines = self.metadata.rows.unbind()
-        self.result_rows, self.value_rows = self.returned.own.unbind(), self.returned_values.own[..., 0].unbind()
+        self.result_rows, self.value_rows = self.returned.own.unbind(), self.value_return_buffers.own[..., 0].unbind()
         size = self.heap.group.size
         starts = range(0, buffer.slots * size, size)
         self.credit_W = [torch.arange(at, at + size, dtype=torch.int32, device=device) for at in starts]
         # Keyed by signal index, and by (slot, number of chunks).
-        self._result_signals: dict[int, Tensor] = {}
-        self._awaited_signals: dict[tuple[int, int], Tensor] = {}
+        self._result_signal_addresses: dict[int, Tensor] = {}
+        self._awaited_signal_indices: dict[tuple[int, int], Tensor] = {}
         for slot, credit_W in enumerate(self.credit_W):
             for chunk in range(degree):
                 signal = self.result_signal(chunk, slot).signal_index
                 signal_W = buffer.signal_table + signal * 8
                 if self.network is not None:
                     signal_W = torch.where(buffer.signal_table == 0, self.network.dummy_signal.data_ptr(), signal_W)
-                self._result_signals[signal] = signal_W
+                self._result_signal_addresses[signal] = signal_W
                 chunk_D = torch.arange(chunk + 1, dtype=torch.int32, device=device)
-                self._awaited_signals[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
+                self._awaited_signal_indices[slot, chunk + 1] = (credit_W[:, None] * degree + chunk_D).reshape(-1)
 
     def next_slot(self, buffer: ReceiveBuffer) -> int:
         return next(self._slot_cycles[id(buffer)])
@@ -171,10 +171,10 @@ class ReceiveBuffers:
 
     def result_signal_addresses(self, signal: PeerSignal) -> Tensor:
         """Return the signal's address at each peer, [W]; for remote peers, of an unused local signal."""
-        return self._result_signals[signal.signal_index]
+        return self._result_signal_addresses[signal.signal_index]
 
     def result_signal_indices(self, degree: int, slot: int) -> Tensor:
-        return self._awaited_signals[slot, degree]
+        return self._awaited_signal_indices[slot, degree]
 
 
 def make_receive_buffer(
@@ -197,8 +197,8 @@ def _describe_signal(count: int, parts: int, words: str, index: int) -> tuple[in
 
 
 # Migrating experts: int32 elements per row, and rows per peer and round (256 KiB).
-_ROW_WORDS, _ROWS_PER_ROUND = 1024, 64
-_ROW_BYTES = 4 * _ROW_WORDS
+_WORDS_PER_ROW, _ROWS_PER_ROUND = 1024, 64
+_BYTES_PER_ROW = 4 * _WORDS_PER_ROW
 
 
 class OneSidedAllToAll:
@@ -209,8 +209,8 @@ class OneSidedAllToAll:
 
     def __init__(self, heap: Heap, rows: int = _ROWS_PER_ROUND) -> None:
         self.heap, self._rows_per_round = heap, rows
-        self._buffer = make_receive_buffer(heap, (heap.group.size, rows, _ROW_WORDS), torch.int32, rows, 1)
-        self._watch = Watch(heap)
+        self._buffer = make_receive_buffer(heap, (heap.group.size, rows, _WORDS_PER_ROW), torch.int32, rows, 1)
+        self._watch = SignalWatch(heap)
         self._slot_cycle = cycle(range(self._buffer.slots))
 
     def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], limit: int, operation: str) -> Tensor:
@@ -225,26 +225,26 @@ class OneSidedAllToAll:
         buffer, size = self._buffer, self.heap.group.size
         self._watch.name_signals(buffer.credits, operation, lambda index: (index % size, "the credit"))
         self._watch.name_signals(buffer.signals, operation, lambda index: (index % size, "the experts"))
-        rows_W = [_num_rows(count) for count in send]
-        x = torch.zeros(sum(rows_W), _ROW_BYTES, dtype=torch.uint8, device=self.heap.device)
+        rows_W = [_num_rows_for_bytes(count) for count in send]
+        x = torch.zeros(sum(rows_W), _BYTES_PER_ROW, dtype=torch.uint8, device=self.heap.device)
         starts = [sum(rows_W[:peer]) for peer in range(len(rows_W))]
         for start, part in zip(starts, bytes_.split(list(send)), strict=True):
-            x.view(-1)[start * _ROW_BYTES : start * _ROW_BYTES + len(part)] = part
+            x.view(-1)[start * _BYTES_PER_ROW : start * _BYTES_PER_ROW + len(part)] = part
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
         # All ranks run the rounds of the longest message: signals and credits count exchanges.
-        for first in range(0, _num_rows(limit), self._rows_per_round):
+        for first in range(0, _num_rows_for_bytes(limit), self._rows_per_round):
             slot = next(self._slot_cycle)
-            self._exchange_part(words, starts, [rows - first for rows in rows_W], first, slot)
+            self._exchange_round(words, starts, [rows - first for rows in rows_W], first, slot)
             rows = buffer.rows[slot]
             for peer, count in enumerate(recv):
-                arrived = min(max(0, _num_rows(count) - first), self._rows_per_round)
+                arrived = min(max(0, _num_rows_for_bytes(count) - first), self._rows_per_round)
                 received[peer].append(rows[peer, :arrived].reshape(-1).view(torch.uint8).clone())
             give_credit(buffer, slot)
         parts = [torch.cat(rounds)[:count] for rounds, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
-    def _exchange_part(self, words: Tensor, starts: Sequence[int], left: Sequence[int], first: int, slot: int) -> None:
+    def _exchange_round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], first: int, slot: int) -> None:
         buffer, device = self._buffer, self.heap.device
         bounds = self._watch.bounds
         counts = [min(max(0, rows), self._rows_per_round) for rows in left]
@@ -259,5 +259,5 @@ class OneSidedAllToAll:
             wait_signals(buffer.signals, index_W, buffer.epochs[slot], bounds, buffer.network)
 
 
-def _num_rows(count: int) -> int:
-    return -(-count // _ROW_BYTES)
+def _num_rows_for_bytes(count: int) -> int:
+    return -(-count // _BYTES_PER_ROW)

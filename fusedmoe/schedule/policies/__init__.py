@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.passes import GradientPartition, Order, alternating, one_queue, one_queue_s, three_queues
+from fusedmoe.schedule.passes import GradientPartition, TaskOrder, alternating, one_queue, one_queue_s, three_queues
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
     BUCKETS,
@@ -68,7 +68,9 @@ class Policy:
     description: str
     chunks_only_pipelines: bool = True  # not attention or other dense parts
     uses_micro_batches: bool = False  # they may pass through whole layers, if `StepCosts.can_split`
-    order: Order = field(default=one_queue, repr=False)  # order for a given number of chunks (`step.pass_by_degree`)
+    order: TaskOrder = field(
+        default=one_queue, repr=False
+    )  # order for a given number of chunks (`step.pass_by_degree`)
     gradients: Gradients = "partitioned"
     has_variations: bool = True  # variations of its plans may be faster (`neighbour_candidates`)
     is_user_defined: bool = False

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusedmoe.schedule.cost import Contention, Line
-from fusedmoe.schedule.passes import GradientPartition, Order, choose_degree, pass_s
+from fusedmoe.schedule.passes import GradientPartition, TaskOrder, choose_degree, pass_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import fastest_plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
@@ -23,7 +23,7 @@ from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, Step
 from fusedmoe.schedule.task import PHASES
 
 
-def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], max_degree: int) -> Plan:
+def fsmoe_plan(costs: StepCosts, orders: Sequence[TaskOrder], max_degree: int) -> Plan:
     """Return the plan with the fastest order and degree for each layer and pass, and the fastest gradient partition.
 
     If different degrees in the two passes cost time (`LayerCosts.rechunk_s`), one degree per layer for both passes is
@@ -48,7 +48,7 @@ def fsmoe_plan(costs: StepCosts, orders: Sequence[Order], max_degree: int) -> Pl
 
 
 def _plan_with(
-    costs: StepCosts, orders: Sequence[Order], degree_range_of: Callable[[LayerCosts], tuple[int, int]]
+    costs: StepCosts, orders: Sequence[TaskOrder], degree_range_of: Callable[[LayerCosts], tuple[int, int]]
 ) -> Plan:
     def choices_of(layer: LayerCosts) -> tuple[Callable[[str, float], ChunkedPass], list[PassOption]]:
         least, most = degree_range_of(layer)
@@ -87,7 +87,7 @@ class PassOption(NamedTuple):
 
     @classmethod
     def from_stages(
-        cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: Contention
+        cls, chunks: Mapping[str, StageTime], order: TaskOrder, degree: int, contention: Contention
     ) -> PassOption:
         """Return the option's times; exact without contention."""
         # Contention can lengthen the pass a little: all-reduces and overlapped tasks slow down.
@@ -104,7 +104,11 @@ class PassOption(NamedTuple):
 
 
 def pass_options(
-    chunks: Mapping[str, StageTime], order: Order, contention: Contention, max_degree: int = MAX_DEGREE, least: int = 1
+    chunks: Mapping[str, StageTime],
+    order: TaskOrder,
+    contention: Contention,
+    max_degree: int = MAX_DEGREE,
+    least: int = 1,
 ) -> list[PassOption]:
     """Return the options that may be fastest for some g, by decreasing degree; the first is fastest for g = 0."""
     best = choose_degree(chunks, order=order, contention=contention, max_degree=max_degree, least=least)

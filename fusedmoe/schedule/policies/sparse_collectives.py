@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Costs, Durations
+from fusedmoe.schedule.cost import Costs, TaskDurations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import is_chunk
-from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
+from fusedmoe.schedule.task import PIPELINE, SPARSE_GATHER, SPARSE_REDUCE, WEIGHT_GRADIENTS, Task, TaskKind
 from fusedmoe.schedule.timeline import Timeline, idle_s
 
 
@@ -65,14 +65,14 @@ def add_sparse_collectives(plan: Plan, layers: Iterable[int], *, again: Collecti
     """
     inter, phases = list(plan.inter), {task.phase for task in plan}
     for layer in layers:
-        for kind, phase in ((GATHER, "forward"), (REDUCE, "backward"), (GATHER, "backward")):
-            if phase not in phases or (kind == GATHER and phase == "backward" and layer not in again):
+        for kind, phase in ((SPARSE_GATHER, "forward"), (SPARSE_REDUCE, "backward"), (SPARSE_GATHER, "backward")):
+            if phase not in phases or (kind == SPARSE_GATHER and phase == "backward" and layer not in again):
                 continue
             own = [n for n, task in enumerate(inter) if is_chunk(task, layer, phase)]
             if not own:
                 raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {phase} pass")
             task = Task(kind, None, layer, phase)
-            if kind == REDUCE:
+            if kind == SPARSE_REDUCE:
                 # Weight gradients may overlap with the next layer's chunks.
                 place = max(own[-1], _last_before(plan, inter, layer)) + 1
             else:
@@ -86,7 +86,7 @@ def add_sparse_collectives(plan: Plan, layers: Iterable[int], *, again: Collecti
 
 def with_sparse_collectives(
     plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool
-) -> tuple[Plan, Durations]:
+) -> tuple[Plan, TaskDurations]:
     """Return the plan of a step with sparse collectives, and its costs.
 
     Args:
@@ -95,8 +95,8 @@ def with_sparse_collectives(
     """
     layers = [layer for layer, seconds in enumerate(seconds_L) if seconds]
     found = add_sparse_collectives(plan, layers, again=range(len(seconds_L) - 1) if again else ())
-    sparse = {task: seconds_L[task.layer or 0] for task in found.inter if task.kind in (GATHER, REDUCE)}
-    return found, Durations({**costs.seconds(plan), **sparse}, costs.contention)
+    sparse = {task: seconds_L[task.layer or 0] for task in found.inter if task.kind in (SPARSE_GATHER, SPARSE_REDUCE)}
+    return found, TaskDurations({**costs.seconds(plan), **sparse}, costs.contention)
 
 
 def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:

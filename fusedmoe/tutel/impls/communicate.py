@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from fusedmoe import Topology
 from fusedmoe.comm import collectives, init_process_group, make_all_to_all
-from fusedmoe.comm.all_to_all import TwoLevel
+from fusedmoe.comm.all_to_all import TwoLevelAllToAll
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import group_of
 from fusedmoe.environment import read_integer, read_seconds
@@ -225,7 +225,7 @@ def _swap_parts(group: Group, rows: Tensor) -> Tensor:
 def _swap_parts_2dh(process_group: ProcessGroup | None, rows: Tensor) -> Tensor:
     """Compute `_swap_parts` with the two-level algorithm, for nodes of LOCAL_SIZE ranks."""
     algorithm = make_all_to_all("2dh", topology_of(process_group))
-    assert isinstance(algorithm, TwoLevel)
+    assert isinstance(algorithm, TwoLevelAllToAll)
     traffic = algorithm.uniform_traffic(_part_length(len(rows), algorithm.group))
     collectives.compare_calls(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")

@@ -51,8 +51,8 @@ class FakeLibrary:
         if name == "init":
             self.owner, self.job, self.pe, self.pes = 1, arguments[0], *arguments[2:]
 
-    def state(self) -> nvshmem._State:
-        return nvshmem._State(self.owner, self.pe, self.pes, self.job)
+    def state(self) -> nvshmem._ProcessState:
+        return nvshmem._ProcessState(self.owner, self.pe, self.pes, self.job)
 
     def unique_id(self) -> bytes:
         self.call("unique_id")

@@ -20,7 +20,7 @@ from fusedmoe.layers import measure
 from fusedmoe.layers.measure import time_fused
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import Sample
+from fusedmoe.schedule.cost import MeasuredPart
 from fusedmoe.schedule.task import FUSED, PHASES
 from tests.memory import PeakMemory
 
@@ -160,10 +160,14 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
     layers["auto"].load_state_dict(layers["off"].state_dict())
     plain = train(layers["off"], rank, 2)
 
-    def observe(*args: Any, **more: Any) -> dict[Sample, float]:
+    def observe(*args: Any, **more: Any) -> dict[MeasuredPart, float]:
         measured = time_fused(*args, **more)
         found.append(measured)
-        best = {Sample(sample.kind, phase, of) for sample in measured for phase, of in zip(PHASES, (2, 4), strict=True)}
+        best = {
+            MeasuredPart(sample.kind, phase, of)
+            for sample in measured
+            for phase, of in zip(PHASES, (2, 4), strict=True)
+        }
         return dict.fromkeys(measured, 1e6) | dict.fromkeys(best, 1e-9 if quick else 1e6)
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:

@@ -58,7 +58,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             addresses = define_addresses(peer_R, result_row_R, buffers.returned, slot, 0)
             counter_W, signal_W = torch.zeros_like(num_rows_W), buffers.result_signal_addresses(signal)
             told = Put(results.rows, addresses, None, num_rows_W, counter_W, signal_W, epoch, signal)
-            values = define_addresses(peer_R, result_row_R, buffers.returned_values, slot, 0)
+            values = define_addresses(peer_R, result_row_R, buffers.value_return_buffers, slot, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
             returned_rows.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:

@@ -23,7 +23,7 @@ def make_buffers(tokens: int, k: int, width: int, device: torch.device) -> tuple
     buffers = [ReceiveBuffers(heap, BufferSizes(max(1, tokens), k, EXPERTS, width, torch.float32)) for heap in heaps]
     for own in buffers:
         own.returned.own.normal_()
-        own.returned_values.own.normal_()
+        own.value_return_buffers.own.normal_()
     expert_SK = torch.rand(tokens, EXPERTS).argsort(1)[:, :k]
     expert_SK[torch.rand(tokens, k) < 0.3] = -1
     return buffers, build_layout(expert_SK.to(device), EXPERTS, max(1, tokens * k // 3))
