@@ -16,7 +16,7 @@ from rich.text import Text
 from fusedmoe.cli.job import Sizes
 from fusedmoe.cli.layouts import find_remedy, rank_memory
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.step_plans import Planned, PlannedJob, make_table, no_split_reason
+from fusedmoe.cli.step_plans import PlannedJob, PlanWithCosts, make_table, no_split_reason
 from fusedmoe.errors import ConfigError, printable
 from fusedmoe.models.external_job import ExternalJob
 from fusedmoe.schedule import POLICIES, simulate
@@ -54,7 +54,7 @@ def runnable_policies(job: ExternalJob, settings: Settings, sizes: Sizes) -> lis
 
 def answer_facts(
     planning: PlannedJob,
-    plans: Mapping[str, Planned],
+    plans: Mapping[str, PlanWithCosts],
     policy: str,
     job: ExternalJob,
     copies: Mapping[str, Any] | None,
@@ -118,7 +118,9 @@ def _memory(planning: PlannedJob, job: ExternalJob) -> dict[str, Any]:
     return facts
 
 
-def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, error: float) -> dict[str, Any]:
+def _gain_facts(
+    planning: PlannedJob, planned: PlanWithCosts, sequential: PlanWithCosts, error: float
+) -> dict[str, Any]:
     """Return the gain of a plan over the sequential plan, and its range over both ends of the machine's figures.
 
     `ends_s`: seconds of the step at these ends. `pays`: the gain is more than the error in the whole range.
@@ -129,7 +131,7 @@ def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, err
         assert planning.machine is not None
         end = planning.on(planning.machine.at_bounds(is_fast))
         plan_s, end_alone_s = (
-            end.step_s(Planned(one.plan, end.step_costs(one.costs.can_split))) for one in (planned, sequential)
+            end.step_s(PlanWithCosts(one.plan, end.step_costs(one.costs.can_split))) for one in (planned, sequential)
         )
         gains.append(1 - plan_s / end_alone_s)
         ends_s.append(plan_s)
@@ -137,7 +139,7 @@ def _gain_facts(planning: PlannedJob, planned: Planned, sequential: Planned, err
     return facts | {"ends_s": ends_s, "pays": min(gains) > error}
 
 
-def _assumptions(planning: PlannedJob, planned: Planned, job: ExternalJob) -> list[str]:
+def _assumptions(planning: PlannedJob, planned: PlanWithCosts, job: ExternalJob) -> list[str]:
     batch = "one micro-batch per replica and step, because the file has no global batch size"
     if job.global_batch is not None:
         batch = f"{planning.micro_batches} micro-batches per replica and step (global batch {job.global_batch}), "
@@ -175,7 +177,7 @@ def _two_level(planning: PlannedJob, policy: str, error: float) -> dict[str, Any
     for dispatch in ("direct", "2dh"):
         job = planning.on(planning.machine, dispatch=dispatch)
         costs = job.step_costs()
-        times_s[dispatch] = job.step_s(Planned(plan(costs), costs))
+        times_s[dispatch] = job.step_s(PlanWithCosts(plan(costs), costs))
     gain = 1 - times_s["2dh"] / times_s["direct"]
     return {"policy": policy, "seconds": times_s, "gain": gain, "pays": gain > error}
 

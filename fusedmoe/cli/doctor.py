@@ -136,7 +136,7 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda of torch": torch.version.cuda,
-        "driver": _driver(),
+        "driver": _driver_version(),
         "nccl": nccl,
         "nvshmem": ", ".join(f"{version} (CUDA {of})" for of, version in packages.items()) or None,
     }
@@ -149,7 +149,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str | None:
+def _driver_version() -> str | None:
     import pynvml
 
     try:

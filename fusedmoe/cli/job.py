@@ -216,11 +216,11 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._request_stop) for number in caught}
+        self._previous_handlers = {number: signal.signal(number, self._request_stop) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:

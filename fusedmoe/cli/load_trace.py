@@ -99,7 +99,7 @@ class LoadTrace:
     def to_json(self) -> str:
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source, "first": self.first})
         head, lines = f'{head[:-1]}, "tokens": [', self._lines()
-        return head + "\n" + ",\n".join(lines) + _end(_chain_digest("", [head, *lines]))
+        return head + "\n" + ",\n".join(lines) + _format_end(_chain_digest("", [head, *lines]))
 
     def append_to(self, path: Path) -> None:
         """Append these iterations to a file that `to_json` has written for equal sizes, reading only its end.
@@ -114,7 +114,7 @@ class LoadTrace:
                 raise ConfigError(f"load trace: {path} is truncated or was not written by to_json; start a new file")
             lines = self._lines()
             file.seek(size - _END_BYTES)
-            file.write("".join([",\n" + line for line in lines] + [_end(_chain_digest(end[1], lines))]).encode())
+            file.write("".join([",\n" + line for line in lines] + [_format_end(_chain_digest(end[1], lines))]).encode())
 
     def _lines(self) -> list[str]:
         return [json.dumps(tokens, separators=(",", ":")) for tokens in self.tokens_ILWE.tolist()]
@@ -150,7 +150,7 @@ def _chain_digest(digest: str, lines: Iterable[str]) -> str:
     return digest
 
 
-def _end(digest: str) -> str:
+def _format_end(digest: str) -> str:
     return f'\n], "digest": "{digest}"}}\n'
 
 

@@ -17,8 +17,8 @@ from fusedmoe.cli.layouts import chosen_settings, layouts
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table
 from fusedmoe.cli.settings import Settings, describe, given_settings, read_costs
 from fusedmoe.cli.step_plans import (
-    Planned,
     PlannedJob,
+    PlanWithCosts,
     compute_dtype,
     describe_costs,
     expert_bytes,
@@ -175,7 +175,7 @@ class PlanReport:
             console.print(self._policies_table())
             return
         console.print(self._passes_table())
-        console.print(self._splitting(), markup=False, soft_wrap=True)
+        console.print(self._describe_splitting(), markup=False, soft_wrap=True)
         if not facts["followed"]:
             console.print("no communication between ranks: training ignores --schedule")
         if facts["copies"] is not None:
@@ -200,7 +200,7 @@ class PlanReport:
             console.print(f"{title}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items() if share > 0)}")
         console.print(self._policies_table())
 
-    def _splitting(self) -> str:
+    def _describe_splitting(self) -> str:
         facts = self.facts
         if facts["not_split"] is not None:
             return f"layers are not split into micro-batches: {facts['not_split']}"
@@ -255,7 +255,7 @@ class PlanReport:
         return table
 
 
-def _with_replicas(job: PlannedJob, planned: Planned, timeline: Timeline) -> tuple[dict[str, Any], Timeline]:
+def _with_replicas(job: PlannedJob, planned: PlanWithCosts, timeline: Timeline) -> tuple[dict[str, Any], Timeline]:
     """Add sparse collectives of expert replicas to a plan and simulate it. Return facts and the new timeline.
 
     Facts: seconds of each layer that the inter-node link can hide (`hidden_s`), bytes of one expert (`expert_bytes`),

@@ -127,9 +127,9 @@ class LoadLog:
 
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
         self._path, self._figure_path, self._topology = folder.loads, folder.loads_figure_path, topology
-        self._source, self._next = f"{source}, from step {done + 1}" if done else source, done + 1
-        self._earlier = _read(self._path, done) if topology.is_first else None
-        self._begun = False
+        self._source, self._next_step = f"{source}, from step {done + 1}" if done else source, done + 1
+        self._earlier_trace = _read_first_steps(self._path, done) if topology.is_first else None
+        self._has_written = False
         self._pending: list[Tensor] = []
 
     def record(self, load_LE: Tensor) -> None:
@@ -149,15 +149,15 @@ class LoadLog:
             self._write(np.stack(ranks_ILE, axis=2).astype(np.int64))
 
     def draw(self, title: str) -> None:
-        if self._begun:
+        if self._has_written:
             plot_loads(LoadTrace.from_json(read_text(self._path)), title=title).savefig(self._figure_path)
 
     def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
-        if not self._begun:
-            self._begun = True
-            earlier = self._earlier
+        if not self._has_written:
+            self._has_written = True
+            earlier = self._earlier_trace
             if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
-                write_text(self._path, LoadTrace(tokens_ILWE, self._source, self._next).to_json())
+                write_text(self._path, LoadTrace(tokens_ILWE, self._source, self._next_step).to_json())
                 return
             # Drops steps after a killed job's last checkpoint.
             write_text(self._path, earlier.to_json())
@@ -165,7 +165,7 @@ class LoadLog:
             LoadTrace(tokens_ILWE).append_to(self._path)
 
 
-def _read(path: Path, steps: int) -> LoadTrace | None:
+def _read_first_steps(path: Path, steps: int) -> LoadTrace | None:
     """Return the first `steps` steps of a file; None if it lacks some, unless it has reached its size limit."""
     if not steps or not path.exists():
         return None

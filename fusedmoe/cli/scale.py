@@ -25,7 +25,7 @@ from fusedmoe.schedule.task import PHASES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"
+_POLICY_COLOUR, _SEQUENTIAL_COLOUR, _GRADIENTS_COLOUR = "#f79a1c", "#0a2f66", "#1f7350"
 
 
 def simulate_point(
@@ -85,11 +85,11 @@ class Scale:
         parts, self._points = 1000, list[dict[str, Any]]()
         for ranks in numbers:
 
-            def within(part: int, of: int) -> None:
+            def show_point_progress(part: int, of: int) -> None:
                 show(len(self._points) * parts + parts * part // max(of, 1), parts * len(numbers))
 
-            within(0, 1)
-            self._points.append(simulate_point(settings, machine, ranks, again=again, show=within))
+            show_point_progress(0, 1)
+            self._points.append(simulate_point(settings, machine, ranks, again=again, show=show_point_progress))
         self.facts: dict[str, Any] = {
             "model": vars(self._model) | {"gate_options": dict(self._model.gate_options)},
             "machine": name,
@@ -137,15 +137,15 @@ class Scale:
         estimates = sum(known.estimate for _, known in self._machine.figures())
         title = f"{self._model.label}, {self._policy}, on {self._machine.description}"
         figure.suptitle(f"{title}\nsimulated; {estimates} of the machine's figures are estimates", size=11)
-        rows[0].plot(ranks, [point["speed_up"] for point in points], "o-", color=_POLICY)
+        rows[0].plot(ranks, [point["speed_up"] for point in points], "o-", color=_POLICY_COLOUR)
         rows[0].axhline(1.0, color="#a09c98", linewidth=0.8)
         for label, marks, colour, exposed, whole in (
-            ("no schedule", "s--", _SEQUENTIAL, "sequential_exposed_s", "sequential_s"),
-            (self._policy, "o-", _POLICY, "exposed_s", "step_s"),
-            ("of which expert gradients", "^:", _THIRD, "experts_s", "step_s"),
+            ("no schedule", "s--", _SEQUENTIAL_COLOUR, "sequential_exposed_s", "sequential_s"),
+            (self._policy, "o-", _POLICY_COLOUR, "exposed_s", "step_s"),
+            ("of which expert gradients", "^:", _GRADIENTS_COLOUR, "experts_s", "step_s"),
         ):
             rows[1].plot(ranks, [100 * p[exposed] / p[whole] for p in points], marks, color=colour, label=label)
-        for phase, marks, colour in zip(PHASES, ("s--", "o-"), (_SEQUENTIAL, _POLICY), strict=True):
+        for phase, marks, colour in zip(PHASES, ("s--", "o-"), (_SEQUENTIAL_COLOUR, _POLICY_COLOUR), strict=True):
             mean = [statistics.mean(point["chunks"][phase]) for point in points]
             rows[2].plot(ranks, mean, marks, color=colour, label=phase)
         rows[0].set_ylabel("speed-up over no schedule")

@@ -55,7 +55,7 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64
 # Settings that affect the step time.
 _TIMING_SETTINGS = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
 # Multiple of the largest measured size up to which a fitted line is trusted.
-_FAR = 10
+_MAX_EXTRAPOLATION_FACTOR = 10
 # Numbers of chunks tried in measurement steps, in addition to 1.
 _DEGREES = (2, 3, 4)
 
@@ -214,7 +214,7 @@ def machine_costs(machine: Machine, settings: Settings, sizes: Sizes, ranks: int
     return machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp, crossing_share=share)
 
 
-class Planned(NamedTuple):
+class PlanWithCosts(NamedTuple):
     """Plan of a step and the costs it was made from."""
 
     plan: Plan
@@ -272,7 +272,7 @@ class PlannedJob:
         *,
         again: bool = False,
         show: Callable[[int, int], None] | None = None,
-    ) -> dict[str, Planned]:
+    ) -> dict[str, PlanWithCosts]:
         """Return the plans of a step by these policies that training could execute.
 
         Policies for whole models split layers if possible; other policies plan each layer separately. "auto" is the
@@ -281,18 +281,18 @@ class PlannedJob:
         """
         settings, sizes, layered = self.settings, self.sizes, self.step_costs()
         if not follows_plan(settings, sizes.ep, sizes.esp):
-            return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
+            return {"sequential": PlanWithCosts(POLICIES["sequential"].plan(layered), layered)}
         can_split = no_split_reason(settings) is None
         whole = [name for name in POLICIES if name in policies and POLICIES[name].uses_micro_batches and can_split]
         by_layer = [name for name in layer_policies() if name in policies and name not in whole]
-        plans = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
+        plans = {name: PlanWithCosts(POLICIES[name].plan(layered), layered) for name in by_layer}
         if whole:
             split = self.step_costs(whole=True)
             limit = settings.model.batch if self.is_external else micro_batch_axis_size(settings, sizes.mp)
             found = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
-            plans |= {name: Planned(plan, split) for name, plan in found.items()}
+            plans |= {name: PlanWithCosts(plan, split) for name, plan in found.items()}
         if self.is_external:
-            plans["auto"] = Planned(POLICIES["joint"].plan(layered), layered)
+            plans["auto"] = PlanWithCosts(POLICIES["joint"].plan(layered), layered)
         # A policy for single layers may be faster than the joint plan.
         if "joint" in plans:
             steps_s = {name: self._batch_s(planned) for name, planned in plans.items()}
@@ -304,18 +304,18 @@ class PlannedJob:
             require_runnable(planned.plan, kinds, f"the plan by {name}")
         return plans
 
-    def step_s(self, planned: Planned) -> float:
+    def step_s(self, planned: PlanWithCosts) -> float:
         """Return the seconds of a step of all micro-batches, recomputed forward passes included."""
         return self.micro_batches * self._batch_s(planned) + self.unplanned_s
 
-    def bound_s(self, plans: Iterable[Planned]) -> float:
+    def bound_s(self, plans: Iterable[PlanWithCosts]) -> float:
         """Return a lower bound of the seconds of a step by any plan with the costs of these."""
         # Policies for layers and for whole blocks have different costs: take the smaller bound.
         distinct = {id(planned.costs): planned.costs for planned in plans}.values()
         batch_s = min(bound_s(costs) + self._recomputation_bound_s(costs) for costs in distinct)
         return self.micro_batches * batch_s + self.unplanned_s
 
-    def recomputed_pass(self, planned: Planned) -> Timeline:
+    def recomputed_pass(self, planned: PlanWithCosts) -> Timeline:
         """Return the forward passes that activation checkpoints run again in the backward pass; empty without.
 
         A checkpoint repeats its block's forward before the block's backward, dispatch and combine included. Steps in
@@ -365,7 +365,7 @@ class PlannedJob:
         # Forward, and gradients of input and weights.
         return 3 * self.costs.line("gemm").seconds(2 * tokens * model.model_dim * model.vocab_size)
 
-    def _batch_s(self, planned: Planned) -> float:
+    def _batch_s(self, planned: PlanWithCosts) -> float:
         return makespan(*planned) + self.recomputed_pass(planned).end_s
 
     def _repeats_forward(self, costs: StepCosts) -> bool:
@@ -415,7 +415,7 @@ def sizes_outside_ranges(settings: Settings, sizes: Sizes, costs: CostModel) -> 
         least, most = costs.ranges.get(line, (0.0, math.inf))
         unit = "FLOP" if line == "gemm" else "B"
         # A slope has the same relative error at any larger size, but a start-up time dominates small ones.
-        if outside := [n for n in needed if 0 < n < least or n > _FAR * most]:
+        if outside := [n for n in needed if 0 < n < least or n > _MAX_EXTRAPOLATION_FACTOR * most]:
             measured = f"measured {format_scaled(least, unit)} to {format_scaled(most, unit)}"
             named.append(f"{line} of {' and '.join(format_scaled(n, unit) for n in outside)} ({measured})")
     return ", ".join(named)

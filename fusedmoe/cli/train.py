@@ -169,7 +169,7 @@ class TrainingJob:
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         if self.survivor is not None:
             # A failure in the first step must lose nothing.
-            self.survivor.refresh(self.trainer, done, self._extra(done))
+            self.survivor.refresh(self.trainer, done, self._extra_values(done))
         try:
             # Not earlier: until all ranks are here, signals must terminate a waiting rank.
             stop_context: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop_request
@@ -282,7 +282,7 @@ class TrainingJob:
                 self.display.show_step(done, report.loss, speed)
             # After the metrics line: a restart continues from here.
             if self.survivor is not None and done % settings.survive == 0:
-                refresh_values = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(done))}
+                refresh_values = {"refresh_s": self.survivor.refresh(trainer, done, self._extra_values(done))}
                 # The refresh before step 0 had no optimizer state.
                 if not has_reported_cost and self.topology.is_first:
                     self.display.show_message(f"survival: {self.survivor.describe_cost(refresh_values['refresh_s'])}")
@@ -317,7 +317,7 @@ class TrainingJob:
         return corpus
 
     def _save(self, done: int) -> None:
-        trainer, extra = self.trainer, self._extra(done)
+        trainer, extra = self.trainer, self._extra_values(done)
         # The file must have every step that a resumed job skips.
         self.loads.flush()
         self._saved = None
@@ -328,7 +328,7 @@ class TrainingJob:
             self.survivor.refresh(trainer, done, extra)
         trainer.exclude_next_step()
 
-    def _extra(self, done: int) -> dict[str, Any]:
+    def _extra_values(self, done: int) -> dict[str, Any]:
         moves = self.trainer.sharded_experts
         placement = {} if moves is None else {"placement": moves.state_dict()}
         return {"step": done, "text": self.corpus.fingerprint, **placement}
@@ -337,7 +337,7 @@ class TrainingJob:
         """Load a restarted job's state from memory or a checkpoint. Return its number of completed steps."""
         extra = survivor.restore(self.trainer)
         if extra is not None:
-            source, done = "memory", self._apply_extra(extra)
+            source, done = "memory", self._apply_extra_values(extra)
         elif find_checkpoint(self.folder.checkpoint) is not None:
             source = f"the checkpoint {self.folder.checkpoint} (no complete state in memory)"
             done = self._load()
@@ -380,10 +380,10 @@ class TrainingJob:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first save; start anew")
         trainer = self.trainer
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
-        self._saved = self._apply_extra(extra)
+        self._saved = self._apply_extra_values(extra)
         return self._saved
 
-    def _apply_extra(self, extra: dict[str, Any]) -> int:
+    def _apply_extra_values(self, extra: dict[str, Any]) -> int:
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} was not written by fusedmoe train")
         if extra["text"] != self.corpus.fingerprint and self.topology.is_first:

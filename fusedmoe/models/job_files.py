@@ -172,12 +172,12 @@ def titan_job(path: Path, text: str) -> ExternalJob:
     trainer: Any = None
     if "config" in data:
         module = _module(fields, data.get("module"), "module", ".config_registry")
-        trainer = _made(fields, module, str(data["config"]), "config")()
+        trainer = _module_function(fields, module, str(data["config"]), "config")()
         spec = trainer.model_spec
     else:
         module = _module(fields, model.get("name"), "model.name", "")
         try:
-            spec = _made(fields, module, "model_registry", "model.name")(str(model.get("flavor", "")))
+            spec = _module_function(fields, module, "model_registry", "model.name")(str(model.get("flavor", "")))
         except (KeyError, ValueError, AssertionError) as error:
             raise fields.error(f"model.flavor = {model.get('flavor')!r} is unknown to torchtitan: {error!r}") from error
     sections = {
@@ -233,7 +233,7 @@ def _module(fields: Fields, name: Any, field: str, inner: str) -> Any:
         raise fields.error(f"{field} = {name!r} cannot be imported from the installed torchtitan: {error}") from error
 
 
-def _made(fields: Fields, module: Any, name: str, field: str) -> Any:
+def _module_function(fields: Fields, module: Any, name: str, field: str) -> Any:
     function = vars(module).get(name) if name.isidentifier() and not name.startswith("_") else None
     if not callable(function):
         raise fields.error(f"{field}: {module.__name__} has no {name!r}")

@@ -58,7 +58,7 @@ def yaml_arguments(path: Path, text: str) -> dict[str, Any]:
 def line_arguments(path: Path, text: str) -> dict[str, Any]:
     """Return the arguments of a command line by name, with underscores; an argument without a value is True."""
     try:
-        words = _words(text)
+        words = _split_words(text)
     except ValueError as error:
         raise ConfigError(f"--config {path}: not a command line: {error}") from error
     arguments: dict[str, Any] = {}
@@ -66,11 +66,11 @@ def line_arguments(path: Path, text: str) -> dict[str, Any]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             has_value = not after.startswith("--") and after not in (")", "(") and bool(after.strip(_SHELL_SYNTAX))
-            arguments[_name(name)] = _parsed(value if equals else after) if equals or has_value else True
+            arguments[_name(name)] = _parse_value(value if equals else after) if equals or has_value else True
     return arguments
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Return the words of a shell script; those of ARGS="--a 1 ..." are words, too, and end with ";"."""
     text = text.replace("\r\n", "\n").replace("\\\n", " ")
     # The number of a redirected file ("2>&1") is not a value.
@@ -87,7 +87,7 @@ def _name(key: str) -> str:
     return key.removeprefix("--").replace("-", "_")
 
 
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 

@@ -42,7 +42,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     """
 
     def __init__(self, what: str, budget_s: float | None = None) -> None:
-        self._what, self._began_s, self._budget_s = what, time.monotonic(), budget_s
+        self._label, self._began_s, self._budget_s = what, time.monotonic(), budget_s
         console = Console(stderr=True)
         left = RemainingColumn() if budget_s is None else TextColumn(f"at most {_format_duration(budget_s)} in all")
         parts = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), left)
@@ -70,7 +70,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
                 left = f", at most {_format_duration(self._budget_s)} in all"
             else:
                 left = _format_remaining(now - self._began_s, done, total)
-            print(f"fusedmoe: {self._what}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
+            print(f"fusedmoe: {self._label}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
 
     def finish(self, done: str, suffix: str = "") -> None:
         """Print that the work ended and its duration, such as "measured in 17 s", if progress was shown."""

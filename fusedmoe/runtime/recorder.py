@@ -206,18 +206,18 @@ class _Range(AbstractContextManager[None]):
 class _SpanTimer:
     """A span being recorded; may be entered several times."""
 
-    __slots__ = ("_mark", "_records", "_what", "_start")
+    __slots__ = ("_mark", "_records", "_span_name", "_start")
 
     def __init__(self, mark: Callable[[], Any], records: list[tuple[Span, Any, Any]], what: Span) -> None:
         # A recorder cleared meanwhile has a new list and discards this span.
-        self._mark, self._records, self._what = mark, records, what
+        self._mark, self._records, self._span_name = mark, records, what
 
     def __enter__(self) -> None:
         self._start = self._mark()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._records.append((self._what, self._start, self._mark()))
+            self._records.append((self._span_name, self._start, self._mark()))
 
 
 def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:

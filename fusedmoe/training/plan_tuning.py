@@ -140,7 +140,7 @@ class StepSource(PlanSource):
         resumed: Path | None,
     ) -> None:
         self.step = step
-        self._policy, self._tell, self._measure, self._resumed_path = policy, tell, measure, resumed
+        self._policy, self._show_line, self._measure, self._resumed_path = policy, tell, measure, resumed
         self._path = Path()
         # Consecutive `measure` calls that returned None.
         self._num_deferred = 0
@@ -182,7 +182,7 @@ class StepSource(PlanSource):
                 self.step.cancel_measurement()
                 return 0.0
             if not had_costs and chooser.trials.num_steps == 1 and self.step.topology.is_first:
-                self._tell(
+                self._show_line(
                     "schedule: a step had nothing to measure: experts on one rank, compiled blocks and selective "
                     "activation checkpoints run without a schedule, so plans have no effect there"
                 )
@@ -206,7 +206,7 @@ class StepSource(PlanSource):
         if self.step.topology.is_first:
             if not chooser.trials.is_too_noisy:
                 write_or_warn(self._path, choice_text(chooser), "what was measured")
-            self._tell(chooser.describe_choice())
+            self._show_line(chooser.describe_choice())
 
     def guard(self) -> AbstractContextManager[None]:
         return self.step.topology.guard("PlanChooser.note")

@@ -30,11 +30,11 @@ MpLoss = Literal["summands", "replicated"]
 
 # Small gradients share a collective; large gradients and parameters are never copied in full.
 BUCKET_BYTES = 32 * 2**20
-_NONE, _DENSE, _REWRITTEN, _SPARSE = 0, 1, 2, 3
+_NO_GRADIENT, _DENSE, _WRITTEN_AFTER_SYNC, _SPARSE = 0, 1, 2, 3
 # Error by gradient state.
 _GRADIENT_ERRORS = {
-    _REWRITTEN: "the gradient of {name} has been synchronised, then written in place outside of a backward pass. "
-    "Set its .grad to None, or to a new tensor, before the next backward pass",
+    _WRITTEN_AFTER_SYNC: "the gradient of {name} has been synchronised, then written in place outside of a backward "
+    "pass. Set its .grad to None, or to a new tensor, before the next backward pass",
     _SPARSE: "the gradient of {name} is sparse. Create its embedding with sparse=False",
 }
 # Modules sharded by `fully_shard(shard_experts=True)`: FSDP divides their gradients by the dp size.
@@ -42,9 +42,9 @@ sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 # Number of replica comparisons so far, by model.
 _num_comparisons: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 # By gradient: its version after synchronisation, and d/n.
-_synchronised: Any = WeakIdKeyDictionary()
+_synchronised_gradients: Any = WeakIdKeyDictionary()
 # Parameters with a hook that restores the summand.
-_hooked: Any = WeakIdKeyDictionary()
+_hooked_parameters: Any = WeakIdKeyDictionary()
 _MISMATCH_FIXES = (
     "Call torch.manual_seed with the same seed on every rank before building the model, or "
     "fusedmoe.training.broadcast_parameters(model, topology) before the first step",
@@ -285,7 +285,7 @@ def _exchange_presence(replicas: list[Replica], topology: Topology, has_note: bo
             refusal = f"{_GRADIENT_ERRORS[state].format(name=replica.name)}."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
-    return [state != _NONE for state in of_replicas], bool(any_note)
+    return [state != _NO_GRADIENT for state in of_replicas], bool(any_note)
 
 
 def _raise_frozen(replica: Replica, group: Group, topology: Topology) -> None:
@@ -303,10 +303,10 @@ def _raise_frozen(replica: Replica, group: Group, topology: Topology) -> None:
 def _gradient_state(replica: Replica) -> int:
     gradient = replica.parameter.grad
     if gradient is None:
-        return _NONE
+        return _NO_GRADIENT
     if gradient.layout != torch.strided:
         return _SPARSE
-    return _DENSE if _restore_summand(replica.parameter) else _REWRITTEN
+    return _DENSE if _restore_summand(replica.parameter) else _WRITTEN_AFTER_SYNC
 
 
 def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
@@ -314,17 +314,17 @@ def note_synchronised(parameter: nn.Parameter, factor: float) -> None:
     gradient = parameter.grad
     if gradient is None or factor == 1:
         return
-    _synchronised[gradient] = tensor_version(gradient), factor
-    if parameter.requires_grad and parameter not in _hooked:
-        _hooked[parameter] = True
+    _synchronised_gradients[gradient] = tensor_version(gradient), factor
+    if parameter.requires_grad and parameter not in _hooked_parameters:
+        _hooked_parameters[parameter] = True
         own = ref(parameter)  # a strong reference in the hook would keep the parameter alive
         parameter.register_hook(lambda _: _restore(own()))
 
 
 def note_scaled(gradient: Tensor) -> None:
     """Record that a gradient was scaled equally on all ranks and remains synchronised."""
-    if gradient in _synchronised:
-        _synchronised[gradient] = tensor_version(gradient), _synchronised[gradient][1]
+    if gradient in _synchronised_gradients:
+        _synchronised_gradients[gradient] = tensor_version(gradient), _synchronised_gradients[gradient][1]
 
 
 def _restore_summand(parameter: nn.Parameter) -> bool:
@@ -333,9 +333,9 @@ def _restore_summand(parameter: nn.Parameter) -> bool:
     Return False if the gradient is nonzero and was written in place outside of a backward pass.
     """
     gradient = parameter.grad
-    if gradient is None or gradient not in _synchronised:
+    if gradient is None or gradient not in _synchronised_gradients:
         return True
-    if tensor_version(gradient) != _synchronised[gradient][0] and bool(gradient.any()):
+    if tensor_version(gradient) != _synchronised_gradients[gradient][0] and bool(gradient.any()):
         return False
     _restore(parameter)
     return True
@@ -344,7 +344,7 @@ def _restore_summand(parameter: nn.Parameter) -> bool:
 @torch.no_grad()
 def _restore(parameter: Tensor | None) -> None:
     gradient = None if parameter is None else parameter.grad
-    if gradient is not None and (noted := _synchronised.pop(gradient, None)) is not None:
+    if gradient is not None and (noted := _synchronised_gradients.pop(gradient, None)) is not None:
         gradient.mul_(noted[1])
 
 

@@ -140,7 +140,7 @@ def _loads(path: Path) -> Any:
 
 
 def _resumed_loads(path: Path) -> Any:
-    found = run_dir._read(path, 3)
+    found = run_dir._read_first_steps(path, 3)
     return None if found is None else (found.tokens_ILWE.shape, found.load_ILE.min() >= 0)
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # A rank that outlives the agent may still be writing.
-_AGAIN_S = 2.0
+_SECOND_DELETION_DELAY_S = 2.0
 
 
 def start_time(process: int) -> str:
@@ -37,7 +37,7 @@ def remove_files(folder: Path, prefix: str) -> None:
 def main(agent: int, since: str, folder: Path, prefix: str) -> None:
     """Wait until process `agent`, started at `since`, ends; then delete the files in `folder` that start with `prefix`.
 
-    The files are deleted twice, `_AGAIN_S` apart. Returns at once if another keeper holds the lock.
+    The files are deleted twice, `_SECOND_DELETION_DELAY_S` apart. Returns at once if another keeper holds the lock.
     """
     try:
         lock = os.open(folder / f"{prefix}keeper", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -52,7 +52,7 @@ def main(agent: int, since: str, folder: Path, prefix: str) -> None:
         if start_time(agent) == since:  # checked with the handle open: the PID may have been reused before
             select.select([handle], [], [])
     remove_files(folder, prefix)
-    time.sleep(_AGAIN_S)
+    time.sleep(_SECOND_DELETION_DELAY_S)
     remove_files(folder, prefix)
 
 

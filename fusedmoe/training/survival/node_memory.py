@@ -50,8 +50,8 @@ class NodeMemory:
             )
         self._agent, self._folder = os.getppid() if agent is None else agent, folder
         # PIDs are reused; the start time distinguishes agents.
-        self._since = keeper.start_time(self._agent)
-        self._prefix = f"{_name_prefix()}{self._agent}-{self._since}-"
+        self._agent_start_time = keeper.start_time(self._agent)
+        self._prefix = f"{_name_prefix()}{self._agent}-{self._agent_start_time}-"
         self.name = f"{socket.gethostname()}:{folder}/{self._prefix}"
         self._sweep()
 
@@ -68,13 +68,13 @@ class NodeMemory:
 
         Call on one rank per node; idempotent.
         """
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._since]
+        command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._agent_start_time]
         nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         subprocess.run([*command, str(self._folder), self._prefix], **nowhere, start_new_session=True, check=True)
 
     def check(self) -> None:
         """Raise `RankError` if the agent has ended: nothing would remove files written now."""
-        if keeper.start_time(self._agent) != self._since:
+        if keeper.start_time(self._agent) != self._agent_start_time:
             raise RankError("survival: the process that started this rank (torchrun) has ended; restart the job")
 
     def slot(self, name: str) -> Slot:
