@@ -1,7 +1,7 @@
 """PyTorch operators (`torch.ops.fusedmoe.*`) that exchange tokens between ranks, eager, compiled or checkpointed.
 
     *tokens, row_N, code_N = deduplicate(layout, peers)               which tokens go to which rank
-    send_PC, recv_QPC = exchange_metadata(counts_E, tokens_W, bad, *form, route)
+    send_PC, recv_QPC = exchange_metadata(counts_E, tokens_W, bad, *form[:4], route)
     x_RM, weight_N, order_N, *layout = dispatch(x_TM, weight_N, row_N, code_N, k, send_PC, recv_QPC, route)
     …                                                                 experts
     y_TM = combine(y_RM, send_PC, recv_QPC, len(x_TM), route)

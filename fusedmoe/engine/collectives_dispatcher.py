@@ -227,7 +227,7 @@ class Collectives(Dispatcher):
         if layout.source_N is not None:
             *tokens, row_N, code_N = exchange_operators.deduplicate(layout.tensors, self.topology.ep.size)
             sent, tokens_W = SentTokens(Layout.of(tokens), row_N, code_N, layout.k), tokens[0]
-        return sent, exchange_operators.exchange_metadata(layout.counts_E, tokens_W, bad, *form, self.route.name)
+        return sent, exchange_operators.exchange_metadata(layout.counts_E, tokens_W, bad, *form[:4], self.route.name)
 
     def combine_by_operators(self, out_RM: Tensor, handle: Handle) -> Tensor:
         """Return [S, M], the sum of each token's results in rank order."""

@@ -212,7 +212,7 @@ def test_gluon_launches_are_compiled_ahead_of_time(launches: list[Launch], monke
             (launch,) = launches
             case = cases.pop(f"{variant} {candidate.config}{' widened' * widens}")
             assert launch.is_case(case), (case.name, launch.arguments, case.arguments)
-    assert not cases
+    assert cases.keys() == {"warp groups"}  # of the benchmark
 
 
 def test_in_flight_launches_are_compiled_ahead_of_time(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
