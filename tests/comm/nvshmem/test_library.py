@@ -99,7 +99,7 @@ def test_every_function_returns_error_without_gpu(library: Path, nvshmem_site: P
     assert code == 0 and out.splitlines()[-1] == "alive", out
     first, second, *calls, _ = out.splitlines()
     assert "driver" in first or "GPU" in first
-    assert second.startswith("(3, 4, 5) _State(owner=0, pe=-1, pes=0")
+    assert second.startswith("(3, 4, 5) _ProcessState(owner=0, pe=-1, pes=0")
     assert len(calls) == 11
     for line in calls:
         assert re.fullmatch(r"\w+ said .*(driver|GPU|NVSHMEM is not open).*", line), line
