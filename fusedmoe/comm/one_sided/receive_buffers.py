@@ -56,7 +56,7 @@ class ReceiveBuffers:
     Attributes:
         tokens, metadata: rows that peers put here for this rank's experts, and their expert assignments.
         results: rows that peers return, [slots, 1, tokens·K, width], with one signal per peer and chunk.
-        returned, value_return_buffers: symmetric memory of results, [slots, tokens·K, width], and of a float32 per result.
+        returned, value_return_buffers: symmetric memory of results, [slots, tokens·K, width], and a float32 for each.
         faults: faults that ranks detect in a pass and send to each other.
         token_rows, token_signals, metadata_lines, result_rows, value_rows: views of each slot.
         num_finished: [1] int32, counts finished programs of a launch (`receive`); 0 between launches.
