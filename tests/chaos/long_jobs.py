@@ -116,10 +116,10 @@ def train_with_faults(rank: int, world: int, arguments: list[str], events: list[
     said, plain, unlimited = StringIO(), Trainer.step, resource.RLIM_INFINITY
     due = {event.step: event.fault for event in events if event.rank == rank}
 
-    def faulty(trainer: Trainer, step: int) -> Any:
+    def faulty(trainer: Trainer, step: int, *recorder: Any) -> Any:
         if step in due:
             FAULTS[due[step]]()
-        return plain(trainer, step)
+        return plain(trainer, step, *recorder)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
