@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 9141,
     "layers": 2703,
     "models": 1605,
-    "placement": 3815,
+    "placement": 3819,
     "runtime": 1580,
     "schedule": 6602,
     "training": 5265,

@@ -127,6 +127,8 @@ class ExpertMap:
         Args:
             expert_SK: [S, K] integers, the logical experts of each token.
             rank: of these tokens.
+        Raises:
+            ConfigError: an expert is not one of 0 to E - 1 (on the CPU; a GPU reports an index out of bounds).
         """
         import torch
 
@@ -135,12 +137,14 @@ class ExpertMap:
         ends_EC, physical_EC = self.row_splits_EC(rank).to(device).cumsum(1), self.logical_to_physical_EC.to(device)
         experts = len(physical_EC)
         flat_N = expert_SK.flatten().long()
+        if device.type == "cpu" and bool((flat_N >= experts).any()):
+            raise ConfigError(f"ExpertMap: expert {int(flat_N.max())} in expert_SK is not one of 0 to {experts - 1}")
         chosen_N = torch.where(flat_N < 0, experts, flat_N)
         sorted_N, order_N = chosen_N.sort(stable=True)
         first_N = torch.searchsorted(sorted_N, sorted_N)
         position_N = torch.empty_like(flat_N)
         position_N[order_N] = torch.arange(len(flat_N), device=device) - first_N
-        row_N = chosen_N.clamp(max=experts - 1)
+        row_N = torch.where(flat_N < 0, 0, flat_N)
         last_N = self.copies_E.to(device)[row_N] - 1
         copy_N = torch.minimum((ends_EC[row_N] <= position_N[:, None]).sum(1), last_N)
         return torch.where(flat_N < 0, flat_N, physical_EC[row_N, copy_N]).view_as(expert_SK).to(number_dtype)

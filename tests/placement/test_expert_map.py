@@ -133,6 +133,12 @@ def test_small_expert_numbers_do_not_overflow() -> None:
             found.assign(expert_N, rank)
 
 
+def test_choices_of_experts_that_are_not_counted_raise() -> None:
+    found = balance_experts(np.ones((2, 4), int), replicas=1)
+    with pytest.raises(ConfigError, match="expert 4 in expert_SK is not one of 0 to 3"):
+        found.assign(torch.tensor([[0, 4], [-1, 3]]), 0)
+
+
 def test_without_rows() -> None:
     found = balance_experts(np.zeros((3, 2), int), replicas=2)
     assert found.load_P.sum() == 0 and found.assign(torch.empty(0, 2, dtype=torch.int32), 1).shape == (0, 2)
