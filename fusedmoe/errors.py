@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import unicodedata
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 # Control and format characters (terminal sequences, bidirectional overrides), surrogates, and line separators.
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -60,3 +63,13 @@ class RankError(_Printable, RuntimeError):
     def __init__(self, message: str, agreed: bool = False) -> None:
         super().__init__(message)
         self.agreed = agreed
+
+
+def require_parameters(function: Callable[..., Any], called: str, *parameters: str) -> None:
+    """Raise `ConfigError` if a user's function cannot be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"{called}: {error}; it is called with ({', '.join(parameters)})") from error
+    except ValueError:
+        pass  # a callable without a signature

@@ -26,7 +26,7 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3009,
+    ".": 3022,
     "autograd": 2292,
     "blocks": 2835,
     "cli": 4842,
@@ -40,9 +40,9 @@ BUDGETS = {
     "kernels": 9141,
     "layers": 2703,
     "models": 1605,
-    "placement": 3819,
+    "placement": 3827,
     "runtime": 1580,
-    "schedule": 6602,
+    "schedule": 6596,
     "training": 5265,
     "tutel": 3204,
 }

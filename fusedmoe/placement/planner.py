@@ -31,10 +31,15 @@ def call_policy(policy: LayerPolicy, loads: LayerLoads) -> Placement:
     """Call a user's policy. Raises `ConfigError` with its name if it returns no `Placement`."""
     placement: object = policy(loads)
     if not isinstance(placement, Placement):
-        name = getattr(policy, "__qualname__", type(policy).__qualname__)
         kind = type(placement).__name__
-        raise ConfigError(f"placement policy {name}: it returned a {kind}, no Placement; Placement.holding makes one")
+        raise ConfigError(
+            f"placement policy {policy_name(policy)}: it returned a {kind}, no Placement; Placement.holding makes one"
+        )
     return placement
+
+
+def policy_name(policy: LayerPolicy) -> str:
+    return str(getattr(policy, "__qualname__", type(policy).__qualname__))
 
 
 class PlacementPlanner:

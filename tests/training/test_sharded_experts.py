@@ -324,6 +324,7 @@ def errors_of_unsupported_layers(rank: int, world: int) -> list[str]:
         lambda: layer(order=Einsum()),
         lambda: layer(SoftMoE(4, slots=2)),
         lambda: ShardedExperts(made, optimizer, topology, policy="best"),
+        lambda: ShardedExperts(made, optimizer, topology, policy=lambda loads, limit: loads.placement),  # type: ignore[arg-type,misc]
         lambda: ShardedExperts(made, optimizer, topology, memory=-1),
         lambda: ShardedExperts(made, optimizer, topology, overlap=1.5),  # type: ignore[arg-type]
         lambda: ShardedExperts(plain, optimizer, topology),
@@ -336,7 +337,17 @@ def errors_of_unsupported_layers(rank: int, world: int) -> list[str]:
 
 
 def test_unsupported_layers_and_options_are_rejected(cluster: Cluster):
-    words = ("Custom", "product", "SoftMoE", "best", "memory", "overlap", "placement='fssdp'", "different numbers")
+    words = (
+        "Custom",
+        "product",
+        "SoftMoE",
+        "best",
+        "called with (loads)",
+        "memory",
+        "overlap",
+        "placement='fssdp'",
+        "different numbers",
+    )
     for told in cluster.run(2, errors_of_unsupported_layers):
         for message, word in zip(told, words, strict=True):
             assert word in message, (word, message)
