@@ -75,8 +75,8 @@ class Load:
                 if self._forwards_since_update == _WARN_AFTER_FORWARDS:
                     warnings.warn(
                         f"the {type(gate).__name__} gate balances its experts in MoELayer.update_gate(), which was not "
-                        f"called in {_WARN_AFTER_FORWARDS} training forwards, so loads stay as they are: call it on every rank "
-                        "after each optimizer step",
+                        f"called in {_WARN_AFTER_FORWARDS} training forwards, so loads stay as they are: call it on "
+                        "every rank after each optimizer step",
                         stacklevel=2,
                     )
 
