@@ -22,7 +22,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.compat.torch import ProfilerConfig, is_profiler_active
 from fusedmoe.engine.dispatcher import is_recomputing
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.load import TERMS, RoutingCounters
+from fusedmoe.layers.load import COUNTER_NAMES, RoutingCounters
 from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.runtime.recorder import Recorder
 
@@ -260,7 +260,7 @@ def _make_layer_counters(layer: MoELayer) -> LayerCounters:
 def layer_metrics(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:
     sums = np.asarray(sums, dtype=np.float64)
     chosen_E, kept_E = sums[:experts], sums[experts : 2 * experts]
-    terms = dict(zip(TERMS, sums[2 * experts :].tolist(), strict=True))
+    terms = dict(zip(COUNTER_NAMES, sums[2 * experts :].tolist(), strict=True))
     metrics: dict[str, float] = {}
     if chosen_E.any():
         mean, share_E = chosen_E.mean(), chosen_E / chosen_E.sum()

@@ -231,7 +231,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         if daux is not None and block.dscores is not None:
             for score, dscore in zip(dense.gate_scores, block.dscores, strict=True):
                 if dscore is not None and score.requires_grad:
-                    own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
+                    own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.routed_indices]
                     pairs.append((score, daux * own))
         # Keys and values used by later positions, whose backward has already run.
         for tensor, grad in zip(dense.present, dense.present_grads, strict=True):

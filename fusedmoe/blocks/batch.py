@@ -125,31 +125,35 @@ class BatchRouting:
     """
 
     def __init__(self, block: MoEBlock, batch: Batch, number: int, keep: bool) -> None:
-        self._block, self._batch, self._number, self._keep = block, batch, number, keep
+        self._block, self._batch, self._block_index, self._saves_for_backward = block, batch, number, keep
         x, mask, group, gate = batch.x, batch.mask, block.mp, block.layer.gate
         token_shape = x.shape[:-1]
         x_SM = x.reshape(token_shape.numel(), x.shape[-1])
         rows = _rows_of_ranks(len(x_SM), mask, group)
-        self._whole = whole = MicroBatch(0, 1, token_shape, rows, group.index, mask, x.device)
-        own_SM = x_SM[whole.own]
+        self._whole_batch = whole = MicroBatch(0, 1, token_shape, rows, group.index, mask, x.device)
+        own_SM = x_SM[whole.routed_indices]
         self._capacity = gate.row_capacity(len(own_SM) if x.numel() else 0) if block.has_capacity else None
-        self._drawn = tuple(whole.scatter_to_batch(values) for values in gate.draw(own_SM))
+        self._random_numbers = tuple(whole.scatter_to_batch(values) for values in gate.draw(own_SM))
         given = None if gate.tap is None else gate.tap.next_experts(len(own_SM), gate.k)
-        self._given = given and given._replace(expert_TK=whole.scatter_to_batch(given.expert_TK.to(x.device), -1))
+        self._given_experts = given and given._replace(
+            expert_TK=whole.scatter_to_batch(given.expert_TK.to(x.device), -1)
+        )
         self._num_taken_E: Tensor | None = None  # rows of each expert so far
         self._num_routed = 0  # dense micro-batches
 
     def inputs(self, index: int, cuts: BlockCuts) -> DenseInputs:
-        at, calls, given = cuts.dense_at[index], self._batch.calls, self._given
+        at, calls, given = cuts.dense_at[index], self._batch.calls, self._given_experts
         micro_batch = self.micro_batch(index, cuts.dense_at, self._batch.mask)
-        drawn = tuple(self._flatten_tokens(values[at])[micro_batch.own] for values in self._drawn)
-        given = given and given._replace(expert_TK=self._flatten_tokens(given.expert_TK[at])[micro_batch.own])
-        arguments = None if calls is None else calls[self._number].samples(at[0])
+        drawn = tuple(self._flatten_tokens(values[at])[micro_batch.routed_indices] for values in self._random_numbers)
+        given = given and given._replace(
+            expert_TK=self._flatten_tokens(given.expert_TK[at])[micro_batch.routed_indices]
+        )
+        arguments = None if calls is None else calls[self._block_index].samples(at[0])
         return DenseInputs(micro_batch, drawn, given, arguments)
 
     def micro_batch(self, index: int, indices: Sequence[Index], mask: Tensor | None = None) -> MicroBatch:
         """Return the micro-batch of index `index` among `indices`. Without a mask, padding is routed too."""
-        whole, device = self._whole, self._batch.x.device
+        whole, device = self._whole_batch, self._batch.x.device
         part, masked = self._batch.token_numbers[indices[index]], None if mask is None else mask[indices[index]]
         if len(whole.rows) == 1:
             return MicroBatch(index, len(indices), part.shape, (part.numel(),), 0, masked, device)
@@ -194,22 +198,24 @@ class BatchRouting:
 
     def aux_loss(self, state: BlockState) -> Tensor:
         """Return the auxiliary loss of the whole batch. Store its gradients in `state.dscores`, and count the load."""
-        block, whole, axis = self._block, self._whole, self._batch.split.axis
+        block, whole, axis = self._block, self._whole_batch, self._batch.split.axis
         # Losses are means over all tokens: the gate chooses once more, from the scores of all micro-batches.
         dense = [state.dense[index] for index in range(len(state.dense))]
         parts = zip(
             *([one.micro_batch.scatter_to_batch(score.detach()) for score in one.gate_scores] for one in dense),
             strict=True,
         )
-        scores = [self._flatten_tokens(torch.cat(part, axis))[whole.own] for part in parts]
-        scores = [score.requires_grad_(self._keep) if score.is_floating_point() else score for score in scores]
-        with torch.set_grad_enabled(self._keep):
-            given = self._given
-            given = given and given._replace(expert_TK=self._flatten_tokens(given.expert_TK)[whole.own])
+        scores = [self._flatten_tokens(torch.cat(part, axis))[whole.routed_indices] for part in parts]
+        scores = [
+            score.requires_grad_(self._saves_for_backward) if score.is_floating_point() else score for score in scores
+        ]
+        with torch.set_grad_enabled(self._saves_for_backward):
+            given = self._given_experts
+            given = given and given._replace(expert_TK=self._flatten_tokens(given.expert_TK)[whole.routed_indices])
             routing = block.dense.choose(tuple(scores), given)
         layer, aux = block.layer, routing.aux_loss
         kept_E = torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0)
-        with torch.set_grad_enabled(self._keep):  # forwards without gradients are not counted
+        with torch.set_grad_enabled(self._saves_for_backward):  # forwards without gradients are not counted
             layer.load.count(routing, kept_E, layer.gate, layer.training, all_kept=False)
         exchanges = [chunk.exchange for chunk in state.chunks.values() if isinstance(chunk.exchange, Exchange)]
         num_pairs = sum(exchange.pair_exchange.num_sent for exchange in exchanges)
@@ -222,7 +228,7 @@ class BatchRouting:
         return aux.detach()
 
     def _flatten_tokens(self, value: Tensor) -> Tensor:
-        return value.flatten(0, len(self._whole.token_shape) - 1)
+        return value.flatten(0, len(self._whole_batch.token_shape) - 1)
 
 
 def _rows_of_ranks(tokens: int, mask: Tensor | None, group: Group) -> list[int]:

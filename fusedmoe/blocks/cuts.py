@@ -94,13 +94,13 @@ class BlockCuts:
 @lru_cache(maxsize=256)
 def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> BlockCuts:
     """Cut a batch of `size` elements along `axis`, for these numbers of chunks (forward, backward)."""
-    dense_ends, row_ends = _ends(dense), _ends((*dense, *rows))
-    row_children = _members(dense_ends, row_ends)
+    dense_ends, row_ends = _cut_fractions(dense), _cut_fractions((*dense, *rows))
+    row_children = _micro_batch_ranges(dense_ends, row_ends)
     dense_parent = [parent for parent, inside in enumerate(row_children) for _ in inside]
     starts = [int(size * end) for end in dense_ends]
     return BlockCuts(
-        _indices(dense_ends, axis, size),
-        _indices(row_ends, axis, size),
+        _batch_indices(dense_ends, axis, size),
+        _batch_indices(row_ends, axis, size),
         [
             (slice(None),) * axis + (slice(int(size * begin) - starts[parent], int(size * end) - starts[parent]),)
             for parent, begin, end in zip(dense_parent, row_ends[:-1], row_ends[1:], strict=True)
@@ -108,23 +108,26 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
         dense_parent,
         row_children,
         {
-            "forward": _members(_ends(dense[:1]), dense_ends),
-            "backward": _members(_ends(dense[1:]), dense_ends)[::-1],
+            "forward": _micro_batch_ranges(_cut_fractions(dense[:1]), dense_ends),
+            "backward": _micro_batch_ranges(_cut_fractions(dense[1:]), dense_ends)[::-1],
         },
-        {"forward": _members(_ends(rows[:1]), row_ends), "backward": _members(_ends(rows[1:]), row_ends)[::-1]},
+        {
+            "forward": _micro_batch_ranges(_cut_fractions(rows[:1]), row_ends),
+            "backward": _micro_batch_ranges(_cut_fractions(rows[1:]), row_ends)[::-1],
+        },
     )
 
 
-def _ends(counts: Iterable[int]) -> list[Fraction]:
+def _cut_fractions(counts: Iterable[int]) -> list[Fraction]:
     # Exact fractions: 1/3 must equal 2/6.
     return sorted({Fraction(i, count) for count in counts for i in range(count + 1)})
 
 
-def _members(coarse: list[Fraction], fine: list[Fraction]) -> list[range]:
+def _micro_batch_ranges(coarse: list[Fraction], fine: list[Fraction]) -> list[range]:
     return [range(fine.index(start), fine.index(end)) for start, end in zip(coarse[:-1], coarse[1:], strict=True)]
 
 
-def _indices(ends: list[Fraction], axis: int, size: int) -> list[Index]:
+def _batch_indices(ends: list[Fraction], axis: int, size: int) -> list[Index]:
     pairs = zip(ends[:-1], ends[1:], strict=True)
     return [(slice(None),) * axis + (slice(int(size * start), int(size * end)),) for start, end in pairs]
 
@@ -137,11 +140,11 @@ class MicroBatch:
     Attributes:
         token_shape: the shape of its tokens, [b, …].
         rows: tokens of each MP rank, padding included; one number if no other rank has the same tokens.
-        own: indices, in the flattened micro-batch, of the tokens that this rank routes.
-        real: indices of the same tokens in this rank's slice; None: no padding.
+        routed_indices: indices, in the flattened micro-batch, of the tokens that this rank routes.
+        indices_in_slice: indices of the same tokens in this rank's slice; None: no padding.
     """
 
-    own: slice | Tensor
+    routed_indices: slice | Tensor
 
     def __init__(
         self,
@@ -155,19 +158,20 @@ class MicroBatch:
     ) -> None:
         self.number, self.count, self.token_shape, self.rows, self.rank = number, count, token_shape, rows, rank
         start = sum(rows[:rank])
-        self.own, self.real = slice(start, start + rows[rank]), None
+        self.routed_indices, self.indices_in_slice = slice(start, start + rows[rank]), None
         if mask is not None:  # of `token_shape`'s shape, on the host: no synchronization
-            self.real = mask.flatten()[self.own].nonzero().squeeze(1).to(device)
-            self.own = self.real + start
+            self.indices_in_slice = mask.flatten()[self.routed_indices].nonzero().squeeze(1).to(device)
+            self.routed_indices = self.indices_in_slice + start
 
     def scatter_to_batch(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """Scatter values of the tokens that this rank routes, [S, ·], into [b, …, ·], with `fill` elsewhere."""
-        value_S = own_S if len(self.rows) == 1 and self.real is None else self.scatter_to_tokens(own_S, fill)
+        is_whole = len(self.rows) == 1 and self.indices_in_slice is None
+        value_S = own_S if is_whole else self.scatter_to_tokens(own_S, fill)
         return value_S.view(*self.token_shape, *value_S.shape[1:])
 
     def scatter_to_tokens(self, own_S: Tensor, fill: int = 0) -> Tensor:
         """As `scatter_to_batch`, into [tokens, ·]."""
-        tokens, at = sum(self.rows), self.own
+        tokens, at = sum(self.rows), self.routed_indices
         if len(own_S) == tokens:
             return own_S
         if isinstance(at, Tensor):
@@ -229,7 +233,7 @@ class SendOrder:
         if len(counts_pP) > 1:  # otherwise already in order
             flat = counts_pP.reshape(-1)
             start_pP = (flat.cumsum(0) - flat).view_as(counts_pP)
-            self._order_N = _ranges(start_pP.t().reshape(-1), counts_pP.t().reshape(-1))
+            self._order_N = _concatenated_ranges(start_pP.t().reshape(-1), counts_pP.t().reshape(-1))
             self._sizes = counts_pP.sum(1).tolist()
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
@@ -294,12 +298,12 @@ class RechunkedIndices:
     """
 
     def __init__(self, chunks: Sequence[ReceivedChunk]) -> None:
-        self._token_starts = _starts([chunk.tokens_Rp for chunk in chunks])
-        self._pair_starts = _starts([chunk.pairs_Rp for chunk in chunks])
+        self._token_starts = _segment_starts([chunk.tokens_Rp for chunk in chunks])
+        self._pair_starts = _segment_starts([chunk.pairs_Rp for chunk in chunks])
         tokens, pairs, rows, first, start = [], [], [], 0, 0
         for chunk in chunks:
-            tokens.append(_numbers(self._token_starts, first, chunk.tokens_Rp))
-            pairs.append(_numbers(self._pair_starts, first, chunk.pairs_Rp))
+            tokens.append(_segment_indices(self._token_starts, first, chunk.tokens_Rp))
+            pairs.append(_segment_indices(self._pair_starts, first, chunk.pairs_Rp))
             rows.append(start + inverse(chunk.order_N))
             first, start = first + chunk.tokens_Rp.shape[1], start + len(chunk.order_N)
         self._token_R, self._pair_P = inverse(concat(tokens)), inverse(concat(pairs))
@@ -315,25 +319,25 @@ class RechunkedIndices:
 
         Also sorts the pairs in `chunk`. `first`: index of its first micro-batch.
         """
-        token_R = self._token_R[_numbers(self._token_starts, first, chunk.tokens_Rp)]
-        pair_P = self._pair_P[_numbers(self._pair_starts, first, chunk.pairs_Rp)]
+        token_R = self._token_R[_segment_indices(self._token_starts, first, chunk.tokens_Rp)]
+        pair_P = self._pair_P[_segment_indices(self._pair_starts, first, chunk.pairs_Rp)]
         chunk.sort(ReceivedPairs(self._expert_P[pair_P], self._is_first_P[pair_P].cumsum(0) - 1))
         return token_R, pair_P, self._row_P[pair_P[chunk.order_N]]
 
 
-def _starts(counts: Sequence[Tensor]) -> Tensor:
+def _segment_starts(counts: Sequence[Tensor]) -> Tensor:
     """Return the first index of each (micro-batch, source rank), [p, R], from the counts [R, p] of several chunks."""
     counts_pR = torch.cat([each.t() for each in counts])
     flat = counts_pR.reshape(-1)
     return (flat.cumsum(0) - flat).view_as(counts_pR)
 
 
-def _numbers(start_pR: Tensor, first: int, counts_Rp: Tensor) -> Tensor:
+def _segment_indices(start_pR: Tensor, first: int, counts_Rp: Tensor) -> Tensor:
     start_Rp = start_pR[first : first + counts_Rp.shape[1]].t()
-    return _ranges(start_Rp.reshape(-1), counts_Rp.reshape(-1))
+    return _concatenated_ranges(start_Rp.reshape(-1), counts_Rp.reshape(-1))
 
 
-def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:
+def _concatenated_ranges(start_G: Tensor, count_G: Tensor) -> Tensor:
     """Return the concatenated ranges start, …, start + count − 1 of all segments."""
     before_G = count_G.cumsum(0) - count_G
     rows = int(count_G.sum())

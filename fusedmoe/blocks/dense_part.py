@@ -138,7 +138,7 @@ class DenseRunner:
             gate = self._layer.gate.without_losses()
             with outside_autocast(u.device.type), _override_choice(gate, inputs.given):
                 routing = gate.choose(*scores)
-            check_routing(gate, routing, u.reshape(-1, u.shape[-1])[inputs.micro_batch.own])
+            check_routing(gate, routing, u.reshape(-1, u.shape[-1])[inputs.micro_batch.routed_indices])
         except ConfigError as error:
             # Other ranks may wait in their dense parts: report it now. Otherwise the next exchange does.
             if self.has_collectives:
@@ -197,10 +197,10 @@ class _DensePart(nn.Module):
             u = apply_start_hooks(self._hooks, u, micro_batch.number, micro_batch.count)
             u = require_same_shape(u, x, "before_moe_start")
         u_SM = self._mp_tokens.shard(u.reshape(-1, x.shape[-1]), micro_batch.rows)
-        if micro_batch.real is not None:
-            u_SM = u_SM.index_select(0, micro_batch.real)
+        if micro_batch.indices_in_slice is not None:
+            u_SM = u_SM.index_select(0, micro_batch.indices_in_slice)
         if isinstance(self.dense, RoutingDense):
-            scores = tuple(score[micro_batch.own] for score in scores)
+            scores = tuple(score[micro_batch.routed_indices] for score in scores)
         else:
             with outside_autocast(u_SM.device.type), _override_choice(self.gate, given):
                 scores = self.gate.score(u_SM, *drawn)

@@ -87,7 +87,7 @@ class MoEBlock:
 
         Differentiable. Communicates in forward only. Raises `ConfigError` if a hook changes the shape.
         """
-        z_SM = self._result_tokens.gather(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
+        z_SM = self._result_tokens.gather(y.reshape(-1, y.shape[-1])[micro_batch.routed_indices], micro_batch.rows)
         z = apply_end_hooks(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
         return require_same_shape(z, y, "before_moe_end")
 

@@ -247,7 +247,7 @@ class AutogradExperts:
         # Owners of other types are checked in each call. A graph that looked up owners would be specialized on their
         # number.
         is_module = isinstance(owner, torch.nn.Module) and not torch.compiler.is_compiling()
-        self._checked = _COLLECTIVE_FREE.setdefault(owner, set()) if is_module else set()
+        self._checked_modes = _COLLECTIVE_FREE.setdefault(owner, set()) if is_module else set()
 
     def for_backward(self) -> AutogradExperts:
         experts = copy(self)
@@ -296,14 +296,14 @@ class AutogradExperts:
     def _without_collectives(self, phase: str, rows: int) -> Iterator[None]:
         """Context in which a collective raises `ConfigError`. Checks each phase and mode until a non-empty chunk."""
         phase_and_mode = phase, self._training
-        if phase_and_mode in self._checked:
+        if phase_and_mode in self._checked_modes:
             yield
             return
         what = f"the experts {self._name} call"
         with RefuseCollectives(what, "Communicate before or after the layer, or run it without a schedule"):
             yield
         if rows:
-            self._checked.add(phase_and_mode)
+            self._checked_modes.add(phase_and_mode)
 
 
 class LowRankExperts:

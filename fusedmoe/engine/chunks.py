@@ -95,38 +95,38 @@ class RowChunks:
 
 
 # Minimum mean length of runs of consecutive rows: finding shorter runs takes longer than copying row by row.
-_SHORT = 4
+_MIN_RUN_LENGTH = 4
 
 
 class SavedRows:
     """Rows saved per chunk by forward, for backward with a different number of chunks."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        self._parts = list(parts)
-        self._ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
+        self._row_chunks = list(parts)
+        self._chunk_ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
 
     @cached_property
     def _concatenated(self) -> Tensor:
         # A second copy of all chunks.
-        return concat(self._parts)
+        return concat(self._row_chunks)
 
     def rows(self, index_R: Tensor) -> Tensor:
         """Copy the rows at these indices of the concatenated chunks."""
-        if len(self._parts) == 1 or index_R.is_cuda:
+        if len(self._row_chunks) == 1 or index_R.is_cuda:
             return self._concatenated.index_select(0, index_R)
         # On CPUs, copy runs of consecutive rows directly from their chunks.
-        part_R = torch.bucketize(index_R, self._ends, right=True)
+        part_R = torch.bucketize(index_R, self._chunk_ends, right=True)
         first = torch.ones_like(index_R, dtype=torch.bool)
         first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
         begins = first.nonzero()[:, 0]
-        if _SHORT * len(begins) > len(index_R):
+        if _MIN_RUN_LENGTH * len(begins) > len(index_R):
             return self._concatenated.index_select(0, index_R)
         lengths = torch.diff(begins, append=torch.tensor([len(index_R)], device="cpu")).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
-            rows = self._parts[part]
-            runs.append(rows.narrow(0, index - int(self._ends[part]) + len(rows), length))
-        return concat(runs) if len(runs) > 1 else torch.cat(runs or [self._parts[0][:0]])
+            rows = self._row_chunks[part]
+            runs.append(rows.narrow(0, index - int(self._chunk_ends[part]) + len(rows), length))
+        return concat(runs) if len(runs) > 1 else torch.cat(runs or [self._row_chunks[0][:0]])
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import active_recorder, part_span, span
 from fusedmoe.schedule.task import COUNT_EXCHANGE
 
-_new_number = count()
+_handle_numbers = count()
 
 # (tokens, exchange, function that returns the experts in chunks) -> plans; None: no plan. The function is None for
 # experts that must be called as a module, which get assigned plans only.
@@ -111,7 +111,7 @@ class Collectives(Dispatcher):
 
     def _register_handle(self) -> None:
         # A graph input, like a parameter, so that one graph serves all layers.
-        number = next(_new_number)
+        number = next(_handle_numbers)
         self.handle_number = torch.tensor(number, device="cpu")
         self._handle = handles.register(f"dispatcher {number}", self)
 

@@ -38,7 +38,7 @@ class ReceivedChunks:
     """The rows that this rank receives in one pass, in chunks, and the addresses to which it puts their results."""
 
     def __init__(self, buffers: ReceiveBuffers, chunks: Sequence[ArrivedChunk], by_arrival: bool) -> None:
-        self.buffers, self._chunks, self._by_arrival = buffers, chunks, by_arrival
+        self.buffers, self._chunks, self._is_in_arrival_order = buffers, chunks, by_arrival
         self.arrivals: Sequence[Arrivals] = [chunk.arrivals for chunk in chunks]
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class ReceivedChunks:
         buffers = self.buffers
         tokens = buffers.tokens
         signals, epoch = buffers.token_signals[slot], tokens.epochs[slot]
-        wait = Wait(signals, tokens.tile, epoch, buffers.bounds, buffers.network, self._by_arrival)
+        wait = Wait(signals, tokens.tile, epoch, buffers.bounds, buffers.network, self._is_in_arrival_order)
         return buffers.token_rows[slot], self.arrivals[chunk].layout, wait
 
     def tiles(self, chunk: int) -> Mapping[int, Tiles]:
@@ -137,15 +137,15 @@ class Route:
     @property
     def forward(self) -> ReceivedChunks:
         """The rows received in the forward pass; the first access waits for all routing metadata."""
-        return self._passes[0]
+        return self._received_by_pass[0]
 
     @property
     def backward(self) -> ReceivedChunks:
         """The rows received in the backward pass; the same object as `forward` if the numbers of chunks are equal."""
-        return self._passes[1]
+        return self._received_by_pass[1]
 
     @cached_property
-    def _passes(self) -> tuple[ReceivedChunks, ReceivedChunks]:
+    def _received_by_pass(self) -> tuple[ReceivedChunks, ReceivedChunks]:
         return self._wait_for_metadata()
 
     def _wait_for_metadata(
@@ -209,11 +209,11 @@ class Route:
         """
         buffers, results = self.buffers, self.buffers.results
         slot = buffers.next_slot(results)
-        if "_passes" in vars(self):  # already read
+        if "_received_by_pass" in vars(self):  # already read
             with buffers.watch.guard_launches():
                 wait_signals(results.credits, buffers.credit_W[slot], results.epochs[slot], buffers.bounds, behind=1)
         else:
-            self._passes = self._wait_for_metadata((results, slot))
+            self._received_by_pass = self._wait_for_metadata((results, slot))
         return slot
 
     def wait_for_results(self, slot: int, degree: int) -> Tensor:

@@ -52,14 +52,14 @@ class SharedExpertTask:
         number = self._num_done
         # Graphs have the parts of the forward pass.
         saved = 1 if self.experts.can_rechunk else len(self.activations)
-        first, stop = (number, number + 1) if self.experts.can_rechunk else _range(number, count, saved)
+        first, stop = (number, number + 1) if self.experts.can_rechunk else _part_bounds(number, count, saved)
         parts = count if self.experts.can_rechunk else saved
         dx_SM = []
         for part in range(first, stop):
-            dy, x = (None if rows is None else _part(rows, part, parts) for rows in (dy_SM, self.x_SM))
+            dy, x = (None if rows is None else _rows_of_part(rows, part, parts) for rows in (dy_SM, self.x_SM))
             assert dy is not None
             if self.experts.can_rechunk:
-                activations = _part(self.activations[0], part, parts)
+                activations = _rows_of_part(self.activations[0], part, parts)
             else:
                 activations, self.activations[part] = self.activations[part], None
             given = dy.contiguous(), x, activations, single_expert_layout(dy), None
@@ -97,11 +97,11 @@ class SharedExpertTask:
         return cls(experts, x_SM, graphs if activations is None else [activations])
 
 
-def _range(number: int, count: int, total: int) -> tuple[int, int]:
+def _part_bounds(number: int, count: int, total: int) -> tuple[int, int]:
     return number * total // count, (number + 1) * total // count
 
 
-def _part(rows: Tensor, number: int, count: int) -> Tensor:
+def _rows_of_part(rows: Tensor, number: int, count: int) -> Tensor:
     return rows if count == 1 else rows.tensor_split(count)[number]
 
 

@@ -45,7 +45,7 @@ _TUTEL_BIAS = {"batched_fc1_bias": "batched_fc1_w.bias", "batched_fc2_bias": "ba
 # Maximum difference between an expert and its copy relative to the largest output, by dtype.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # Rows of the comparison.
-_NUM_ROWS = 16
+_NUM_TEST_ROWS = 16
 
 
 class ExpertTensors(NamedTuple):
@@ -317,7 +317,7 @@ def _find_activation(
     if run is None or like.is_meta:
         return only_candidate
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_NUM_ROWS, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
+    rows = torch.randn(_NUM_TEST_ROWS, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
     rows = rows.to(like.device, like.dtype)
     try:
         expected = _call_in_mode(run, rows, training=False)
@@ -326,7 +326,7 @@ def _find_activation(
             return only_candidate
         raise ConfigError(
             f"from_modules: pass activation=, one of {', '.join(candidates)}: the first expert could not be called on "
-            f"rows [{_NUM_ROWS}, {like.shape[-1]}] to find it: {type(error).__name__}: {error}"
+            f"rows [{_NUM_TEST_ROWS}, {like.shape[-1]}] to find it: {type(error).__name__}: {error}"
         ) from error
     tolerance = _TOLERANCE.get(like.dtype, 0.0)
     errors = {name: _relative_error(expert, name, rows, expected) for name in candidates}

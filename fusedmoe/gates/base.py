@@ -349,7 +349,7 @@ class RouterGate(Gate):
     """Base class of gates that select experts token by token from logits, usually x·Wᵀ.
 
     A subclass defines `choose` in plain PyTorch, and the same choice as a `rule` for kernels, which are used where they
-    support the operands (`serves`). With `one_kernel`, one kernel fuses GEMM and selection.
+    support the operands (`has_kernel_for`). With `one_kernel`, one kernel fuses GEMM and selection.
 
     Parameters: `weight_EM` [E, M], unless overridden.
     """
@@ -377,14 +377,14 @@ class RouterGate(Gate):
         drawn = self.draw(x_SM)
         # The kernel supports neither noise nor jitter. `next(self.parameters())` does not evaluate a parametrized
         # weight.
-        if not drawn and self.one_kernel and self.serves(x_SM, next(self.parameters())):
+        if not drawn and self.one_kernel and self.has_kernel_for(x_SM, next(self.parameters())):
             return self.routing_of(gate(x_SM, self.weight_EM, self.rule(), self.choice_bias()))
         return self.choose(*self.score(x_SM, *drawn))
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         return (router_logits(x_SM, self.weight_EM),)
 
-    def serves(self, *tensors: Tensor) -> bool:
+    def has_kernel_for(self, *tensors: Tensor) -> bool:
         """Return whether kernels support these operands: tokens and a router matrix, or logits."""
         # Given or recorded choices need PyTorch.
         return (

@@ -11,13 +11,13 @@ from fusedmoe.gates.base import Gate, Routing, router_dtype
 from fusedmoe.gates.topk import top_experts
 
 
-def _wrap(value: int) -> int:
+def _to_signed_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = _wrap(0xBF58476D1CE4E5B9)
-_SECOND = _wrap(0x94D049BB133111EB)
+_FIRST_MULTIPLIER = _to_signed_int64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = _to_signed_int64(0x94D049BB133111EB)
 
 
 class Hash(Gate):
@@ -52,7 +52,9 @@ class Hash(Gate):
         with torch.no_grad():
             key_S = drawn[0] if drawn else self._row_keys(x_SM)
             # Salts of different experts and seeds are far apart.
-            salt_E = _hash64(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
+            salt_E = _hash64(
+                torch.arange(self.experts, device=x_SM.device) + _to_signed_int64((self.seed + 1) * _GOLDEN)
+            )
             expert_SK = top_experts(_hash64(_hash64(key_S)[:, None] + salt_E), self.k)
         return expert_SK, constant_weights(self, x_SM)
 
@@ -99,8 +101,8 @@ def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:
 
 
 def _hash64(value: Tensor) -> Tensor:
-    value = (value ^ _logical_shift(value, 30)) * _FIRST
-    value = (value ^ _logical_shift(value, 27)) * _SECOND
+    value = (value ^ _logical_shift(value, 30)) * _FIRST_MULTIPLIER
+    value = (value ^ _logical_shift(value, 27)) * _SECOND_MULTIPLIER
     return value ^ _logical_shift(value, 31)
 
 

@@ -173,7 +173,7 @@ class DeepSeekV3(RouterGate):
         self.require(load_E.shape == (self.experts,), f"load must be [{self.experts}], got {list(load_E.shape)}")
         # In float64: rounding the mean must not turn an even load into a step.
         with torch.no_grad():
-            self._widen()  # `bias_E.data` and the attribute can be assigned in any dtype
+            self._cast_bias_to_float32()  # `bias_E.data` and the attribute can be assigned in any dtype
             load_E = load_E.to(device=self.bias_E.device, dtype=torch.float64)
             self.bias_E += self.bias_rate * (load_E.mean() - load_E).sign()
 
@@ -187,9 +187,9 @@ class DeepSeekV3(RouterGate):
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
-        self._widen()  # `assign=True` uses the state's tensors
+        self._cast_bias_to_float32()  # `assign=True` uses the state's tensors
 
-    def _widen(self) -> None:
+    def _cast_bias_to_float32(self) -> None:
         if getattr(self, "bias_E", None) is not None and self.bias_E.dtype != torch.float32:
             self.bias_E = self.bias_E.float()
 

@@ -95,7 +95,7 @@ class TopK(RouterGate):
         def importance_load() -> Tensor:
             return self._importance_load(scores, expert_SK, weight_SK)
 
-        if self.serves(logits_SE):
+        if self.has_kernel_for(logits_SE):
             choice = gate_from_logits(logits_SE, self.rule())
             expert_SK, weight_SK = choice.expert_SK, choice.weight_SK
             return self.routing_of(choice, {"importance_load": importance_load})

@@ -19,12 +19,12 @@ from fusedmoe.engine.recomputation import is_counting_tokens
 from fusedmoe.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.losses import balance_loss_of_sums, logsumexp_of_rows
 
-_WARN_AFTER = 100
+_WARN_AFTER_FORWARDS = 100
 
 #: Sums in addition to the expert counts: tokens, and the gate's losses over them; tokens with logits, and entropy,
 #: squared logsumexp and balance loss over them; (token, k) pairs of forwards that sent tokens, and these tokens,
 #: counted once per destination rank. Losses are weighted by their forward's number of tokens.
-TERMS = ("tokens", "aux_loss", "scored", "entropy", "z_loss", "balance_loss", "pairs", "sent")
+COUNTER_NAMES = ("tokens", "aux_loss", "scored", "entropy", "z_loss", "balance_loss", "pairs", "sent")
 
 
 class Load:
@@ -72,11 +72,11 @@ class Load:
             self._load_since_update_E = self._load_since_update_E.to(self.chosen_E.device) + self.chosen_E
             if not torch.compiler.is_compiling():  # a graph would be specialized on each value
                 self._forwards_since_update += 1
-                if self._forwards_since_update == _WARN_AFTER:
+                if self._forwards_since_update == _WARN_AFTER_FORWARDS:
                     warnings.warn(
                         f"the {type(gate).__name__} gate balances its experts in MoELayer.update_gate(), which was not "
-                        f"called in {_WARN_AFTER} training forwards, so loads stay as they are: call it on every rank "
-                        "after each optimizer step",
+                        f"called in {_WARN_AFTER_FORWARDS} training forwards, so loads stay as they are: call it on "
+                        "every rank after each optimizer step",
                         stacklevel=2,
                     )
 
@@ -125,12 +125,12 @@ class RoutingCounters:
     Cost per forward: a softmax over its logits, with a temporary [S, E] float32.
 
     Attributes:
-        sums: [2·E + 8] float64: chosen pairs per expert, kept pairs per expert, and `TERMS`.
+        sums: [2·E + 8] float64: chosen pairs per expert, kept pairs per expert, and `COUNTER_NAMES`.
     """
 
     def __init__(self, experts: int, device: torch.device | str = "cpu") -> None:
         self.experts = experts
-        self.sums = torch.zeros(2 * experts + len(TERMS), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2 * experts + len(COUNTER_NAMES), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def count_choices(

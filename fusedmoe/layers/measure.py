@@ -46,9 +46,9 @@ from fusedmoe.schedule.task import PHASES, TaskKind
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import Workload
 
-_DEGREES = (1, 4)
+_TRIAL_DEGREES = (1, 4)
 FUSED_DEGREES = (1, 2, 4)
-_ROUNDS, _FEW_TOKENS = 5, 64
+_NUM_TIMED_ROUNDS, _FEW_TOKENS = 5, 64
 _OPERATION = "measuring a layer"
 
 
@@ -224,7 +224,7 @@ def time_layer(
 
     No gradient is kept, and the global random generators are restored.
     """
-    plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
+    plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _TRIAL_DEGREES)]
     gate, parameters, x_SM, dy_SM = _make_trial_inputs(topology, gate, experts, like)
     recorder = Recorder(topology.rank, device=like.device, clock=clock)
     all_to_all, streams = all_to_all or make_all_to_all("direct", topology), Streams()
@@ -331,7 +331,7 @@ def time_fused(
         if few < len(like) and sum(seconds_by_degree[1]) < give_up_s:
             for degree in degrees:
                 # The first round allocates buffers and compiles for these sizes.
-                own = (passes_s(len(like), degree) or [] for _ in range(1 + _ROUNDS))
+                own = (passes_s(len(like), degree) or [] for _ in range(1 + _NUM_TIMED_ROUNDS))
                 rounds = [max_over_ranks_s(topology.world, seconds, _OPERATION) for seconds in own][1:]
                 seconds_by_degree[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
     return {
@@ -379,7 +379,7 @@ def choose_all_to_all(topology: Topology, gate: Gate, x_SM: Tensor, *, wire: Wir
 def _round_trips_s(through: Collectives, routed: Routed) -> list[float]:
     wait: Callable[[], None] = torch.cuda.synchronize if routed.x_SM.is_cuda else lambda: None
     seconds = []
-    for _ in range(1 + _ROUNDS):
+    for _ in range(1 + _NUM_TIMED_ROUNDS):
         wait()
         start = time.perf_counter()
         through.combine(*through.dispatch(routed))

@@ -141,7 +141,7 @@ class PlacedExperts:
     def detach(self) -> None:
         self.replicas.abandon()
         self.attach(PlacementSettings())
-        self.take_load()
+        self.pop_load()
         self.clock.is_on = self._has_begun = False
         self._recorder, self._gradient_route, self._parameter_aliases = None, None, ()
         self._set_placement(self.table.sharding)
@@ -244,7 +244,7 @@ class PlacedExperts:
         if self.settings.transport is not None:
             self.settings.transport.wait_for_all()
 
-    def take_load(self) -> NDArray[np.int64]:
+    def pop_load(self) -> NDArray[np.int64]:
         """Return and reset [E], this rank's rows for each expert since the last call."""
         load_E, self._load_E = self._load_E, np.zeros_like(self._load_E)
         return load_E

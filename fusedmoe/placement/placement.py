@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from fusedmoe.errors import ConfigError
 
 _Value = TypeVar("_Value", bound=np.generic)
-_WORD = re.compile(r"\+?\d+", re.ASCII)
+_EXPERT_PATTERN = re.compile(r"\+?\d+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Placement:
             if not head and not colon:
                 continue
             words = rest.split()
-            if head != str(ranks) or not colon or not all(map(_WORD.fullmatch, words)):
+            if head != str(ranks) or not colon or not all(map(_EXPERT_PATTERN.fullmatch, words)):
                 raise ConfigError(f"placement, line {number}: {line.strip()!r} is not '{ranks}: 0 1 +2', rank by rank")
             for word in words:
                 expert = int(word)

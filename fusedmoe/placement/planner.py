@@ -101,8 +101,9 @@ class PlacementPlanner:
         same = (placement.num_ranks, placement.experts) == (before.num_ranks, before.experts)
         if not same or not (self.may_reshard or placement.owners == before.owners):
             raise ConfigError(
-                f"ShardedExperts: the policy has placed layer {layer} as {_one_line(placement)} after "
-                f"{_one_line(before)}. Keep the ranks and experts of the layer, and with reshard=False their owners."
+                f"ShardedExperts: the policy has placed layer {layer} as {_format_placement(placement)} after "
+                f"{_format_placement(before)}. Keep the ranks and experts of the layer, and "
+                "with reshard=False their owners."
             )
         return placement
 
@@ -112,7 +113,7 @@ class PlacementPlanner:
         if not placement.is_within(calibrated):
             raise ConfigError(
                 f"ShardedExperts: calibrates made a placement that lacks something of the one before: "
-                f"{_one_line(placement)} is not within {_one_line(calibrated)}"
+                f"{_format_placement(placement)} is not within {_format_placement(calibrated)}"
             )
         return calibrated
 
@@ -155,5 +156,5 @@ def measured_placement_costs(placed: PlacedExperts, model_dim: int, topology: To
     )
 
 
-def _one_line(placement: Placement) -> str:
+def _format_placement(placement: Placement) -> str:
     return str(placement).replace("\n", "; ")

@@ -18,7 +18,7 @@ _IMBALANCE_WEIGHT = 0.1
 # Maximum steps from one start. 32 experts on 16 ranks take fewer than 10.
 _MAX_STEPS = 60
 # With up to this many slots, the search also starts without the replicas of Algorithm 1.
-_FEW_SLOTS = 16
+_MAX_SLOTS_FOR_TWO_STARTS = 16
 # Minimum relative gain of a step.
 _MIN_GAIN = 1e-3
 # Minimum fraction of the layer's time to save.
@@ -49,8 +49,8 @@ def improve(
     if search.compute_s == search.exchange_s == 0:
         return start  # the costs are unknown
     # With few slots Algorithm 1 may be a bad start.
-    starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
-    ends = [search.descend(begin.holds_EW) for begin in starts]
+    starts = (start, placement) if search.free_slots_W.sum() <= _MAX_SLOTS_FOR_TWO_STARTS else (start,)
+    ends = [search.repeat_best_steps(begin.holds_EW) for begin in starts]
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
 
 
@@ -84,8 +84,8 @@ class _ReplicaSearch:
         m: int,
         costs: PlacementCosts,
     ) -> None:
-        self.fixed_EW, self.node_layout, self.t = placement.holds_EW, node_layout, t
-        self.room_W = np.maximum(m - placement.extra_W(), 0)
+        self.required_EW, self.node_layout, self.t = placement.holds_EW, node_layout, t
+        self.free_slots_W = np.maximum(m - placement.extra_W(), 0)
         self.rank_load_E = load_E / node_layout.num_ranks
         self.compute_s, self.exchange_s = costs.token_s, EXCHANGES * costs.token_bytes / costs.inter_bytes_s
         self.imbalance_weight = _IMBALANCE_WEIGHT / max(float(load_E.sum()), 1e-300)
@@ -95,7 +95,7 @@ class _ReplicaSearch:
         ranks = self.node_layout.num_ranks
         return float(self.compute_s * total_C[:ranks].max() + self.exchange_s * total_C[ranks:].max())
 
-    def descend(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def repeat_best_steps(self, holds_EW: NDArray[np.bool_]) -> NDArray[np.bool_]:
         holds_EW = holds_EW.copy()
         ranks = self.node_layout.num_ranks
         one_rank_VW = np.eye(ranks + 1, ranks, dtype=np.bool_)  # last row: no rank
@@ -105,14 +105,14 @@ class _ReplicaSearch:
         best = float(self.objective(counts_EC.sum(axis=0)))
         for _ in range(_MAX_STEPS):
             counts_EC[stale] = self.token_counts(holds_EW[stale], self.rank_load_E[stale])
-            goes_AV = np.pad(holds_EW[stale] & ~self.fixed_EW[stale], ((0, 0), (0, 1)), constant_values=True)
+            goes_AV = np.pad(holds_EW[stale] & ~self.required_EW[stale], ((0, 0), (0, 1)), constant_values=True)
             index, source = np.nonzero(goes_AV)
             expert = stale[index]
             sets_AVW = (holds_EW[expert] & ~one_rank_VW[source])[:, None] | one_rank_VW
             counts_AVC = self.token_counts(sets_AVW, self.rank_load_E[expert, None])
             change_EVVC[expert, source] = counts_AVC - counts_EC[expert, None]
             total_C = counts_EC.sum(axis=0)
-            objective, changes = min(self.best_steps(holds_EW, total_C, change_EVVC), key=lambda step: step[0])
+            objective, changes = min(self.best_step_per_kind(holds_EW, total_C, change_EVVC), key=lambda step: step[0])
             if objective >= best * (1 - _MIN_GAIN):
                 break
             best = objective
@@ -121,15 +121,15 @@ class _ReplicaSearch:
             stale = np.array([changed for changed, _, _ in changes])
         return holds_EW
 
-    def best_steps(
+    def best_step_per_kind(
         self, holds_EW: NDArray[np.bool_], total_C: NDArray[np.float64], change_EVVC: NDArray[np.float64]
     ) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
         """Yield the best step of each kind (one replica, a replacement, a swap): its objective and its changes."""
         ranks, no_rank = self.node_layout.num_ranks, self.node_layout.num_ranks
-        extra_EW, lacks_EW = holds_EW & ~self.fixed_EW, ~holds_EW & (self.rank_load_E > 0)[:, None]
+        extra_EW, lacks_EW = holds_EW & ~self.required_EW, ~holds_EW & (self.rank_load_E > 0)[:, None]
         copies_E = extra_EW.sum(axis=1)
         can_add_E = (copies_E > 0) | ((copies_E > 0).sum() < self.t)
-        free_W = extra_EW.sum(axis=0) < self.room_W
+        free_W = extra_EW.sum(axis=0) < self.free_slots_W
         # A step must relieve the busiest rank or the busiest link.
         busiest = [int(total_C[:ranks].argmax()), ranks + int(total_C[ranks:].argmax())]
         relief_2EVV = [change_EVVC[..., column] for column in busiest]
@@ -140,8 +140,8 @@ class _ReplicaSearch:
         )
         ok_EVV = goes_EV[:, :, None] & comes_EV[:, None]
         ok_EVV[:, no_rank] &= can_add_E[:, None]
-        expert, source, target = np.nonzero(ok_EVV & _are_relieving(relief_2EVV))
-        yield self.best_step(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
+        expert, source, target = np.nonzero(ok_EVV & _relieves_busiest(relief_2EVV))
+        yield self.best_candidate(total_C, change_EVVC[expert, source, target], [(expert, source, target)])
 
         # Remove one expert's replica and add another's.
         gone, at = np.nonzero(extra_EW)
@@ -149,19 +149,19 @@ class _ReplicaSearch:
         ok_AB = (gone[:, None] != new) & ((at[:, None] == to) | free_W[to])
         ok_AB &= can_add_E[new] | (copies_E[gone] == 1)[:, None]
         relief_2AB = [relief[gone, at, no_rank][:, None] + relief[new, no_rank, to] for relief in relief_2EVV]
-        a, b = np.nonzero(ok_AB & _are_relieving(relief_2AB))
+        a, b = np.nonzero(ok_AB & _relieves_busiest(relief_2AB))
         nowhere_A, nowhere_B = np.full_like(a, no_rank), np.full_like(b, no_rank)
         changes_AC = change_EVVC[gone[a], at[a], no_rank] + change_EVVC[new[b], no_rank, to[b]]
-        yield self.best_step(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
+        yield self.best_candidate(total_C, changes_AC, [(gone[a], at[a], nowhere_A), (new[b], nowhere_B, to[b])])
 
         # Swap two replicas.
         ok_AA = lacks_EW[gone[:, None], at]
         relief_2AA = [half + half.T for half in (relief[gone[:, None], at[:, None], at] for relief in relief_2EVV)]
-        a, b = np.nonzero(np.triu(ok_AA & ok_AA.T) & _are_relieving(relief_2AA))
+        a, b = np.nonzero(np.triu(ok_AA & ok_AA.T) & _relieves_busiest(relief_2AA))
         changes_AC = change_EVVC[gone[a], at[a], at[b]] + change_EVVC[gone[b], at[b], at[a]]
-        yield self.best_step(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
+        yield self.best_candidate(total_C, changes_AC, [(gone[a], at[a], at[b]), (gone[b], at[b], at[a])])
 
-    def best_step(
+    def best_candidate(
         self, total_C: NDArray[np.float64], changes_AC: NDArray[np.float64], steps: list[tuple[NDArray[np.int64], ...]]
     ) -> tuple[float, list[tuple[int, int, int]]]:
         """Return the lowest objective that a candidate step reaches, and the changes of that step.
@@ -204,7 +204,7 @@ class _ReplicaSearch:
         return total
 
 
-def _are_relieving(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
+def _relieves_busiest(changes: list[NDArray[np.float64]]) -> NDArray[np.bool_]:
     compute, exchange = changes
     return (compute < 0) | (exchange < 0)
 
@@ -218,8 +218,8 @@ def add_node_local(
     gradients.
     """
     by_node = node_layout.by_node
-    holds_EW, room_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
-    room_N = by_node(room_W).sum(axis=1).tolist()
+    holds_EW, free_slots_W = placement.holds_EW.copy(), np.maximum(m - placement.extra_W(), 0)
+    room_N = by_node(free_slots_W).sum(axis=1).tolist()
     from_EN, copies_EN = by_node(tokens_WE.T).sum(axis=2), by_node(holds_EW).sum(axis=2)
     # Rows of the node only: other nodes will hold their popular experts.
     work_W = (by_node(holds_EW) * (from_EN / np.maximum(copies_EN, 1))[:, :, None]).sum(axis=0).reshape(-1)
@@ -230,9 +230,9 @@ def add_node_local(
         expert, node = divmod(index, node_layout.num_nodes)
         inside = slice(node * node_layout.per_node, (node + 1) * node_layout.per_node)
         if room_N[node]:
-            rank = inside.start + int(np.where(room_W[inside] > 0, work_W[inside], np.inf).argmin())
+            rank = inside.start + int(np.where(free_slots_W[inside] > 0, work_W[inside], np.inf).argmin())
             holds_EW[expert, rank] = True
-            room_W[rank] -= 1
+            free_slots_W[rank] -= 1
             room_N[node] -= 1
             work_W[rank] += crossing_X[index]
     return Placement.holding(placement.owners, holds_EW) if (holds_EW != placement.holds_EW).any() else placement

@@ -57,7 +57,7 @@ class RowSharing:
         self.work_V = self.computed_VE.sum(axis=1)
         self.free_slots_V = np.maximum(m - before.extra_W(), 0)
         self._node_V = node_layout.node_W
-        self._inside_VV = self._node_V[:, None] == self._node_V
+        self._is_same_node_VV = self._node_V[:, None] == self._node_V
         held_EV = self.holds_VE.T.astype(np.float32)
         self.can_move_VV = (self.computed_VE > 0).astype(np.float32) @ held_EV > 0
 
@@ -87,12 +87,12 @@ class RowSharing:
 
     def reach_limit(self, row_limit: int) -> bool:
         """Move rows between holders, first inside nodes, until no rank exceeds `row_limit`; True on success."""
-        self.augment(row_limit, self._inside_VV)
-        return self.augment(row_limit) <= row_limit
+        self.lower_busiest_rank(row_limit, self._is_same_node_VV)
+        return self.lower_busiest_rank(row_limit) <= row_limit
 
     def reach_lowest_limit(self, row_limit: int) -> None:
         """Move rows between holders until no rank exceeds `row_limit`, or the lowest maximum that is possible."""
-        while (least := self.augment(row_limit)) > row_limit:
+        while (least := self.lower_busiest_rank(row_limit)) > row_limit:
             row_limit = least
 
     def replicate(self, row_limit: int, *, inside: bool = False) -> None:
@@ -101,11 +101,11 @@ class RowSharing:
         `inside`: add replicas only on nodes that hold the expert, which avoids inter-node transfers.
         """
         self.add_replicas(row_limit, inside=inside)
-        while (least := self.augment(row_limit)) > row_limit:
-            if inside or not self._add_bridge(row_limit):
+        while (least := self.lower_busiest_rank(row_limit)) > row_limit:
+            if inside or not self._add_relay_replica(row_limit):
                 row_limit = least
 
-    def augment(self, row_limit: int, among_VV: NDArray[np.bool_] | None = None) -> int:
+    def lower_busiest_rank(self, row_limit: int, among_VV: NDArray[np.bool_] | None = None) -> int:
         """Move rows between holders by augmenting paths until no rank computes more than `row_limit`.
 
         A path moves rows from an overloaded rank through other ranks to a rank below the limit. `among_VV`: bool, pairs
@@ -156,7 +156,7 @@ class RowSharing:
         self.work_V[first] -= rows
         self.work_V[last] += rows
 
-    def _add(self, expert: int, rank: int) -> None:
+    def _add_replica(self, expert: int, rank: int) -> None:
         self.free_slots_V[rank] -= not self.holds_VE[rank, expert]
         self.holds_VE[rank, expert] = True
         self.can_move_VV[self.computed_VE[:, expert] > 0, rank] = True
@@ -189,14 +189,14 @@ class RowSharing:
             self.computed_VE[target, expert] += moved
             work_V[source] -= moved
             work_V[target] += moved
-            self._add(expert, target)
+            self._add_replica(expert, target)
             self.can_move_VV[target] |= self.holds_VE[:, expert]
             if work_V[source] > row_limit:
                 heapq.heappush(pieces, (-min(int(work_V[source]) - row_limit, rows_of[source][-1][0]), source))
             if space > moved and self.free_slots_V[target] > 0:
                 insort(room, (space - moved, target))
 
-    def _add_bridge(self, row_limit: int) -> bool:
+    def _add_relay_replica(self, row_limit: int) -> bool:
         """Add a replica of an overloaded rank's expert to a rank that can take its rows, directly or by passing on.
 
         A rank at the limit passes other rows on to ranks below the limit. Returns False if no rank can take rows.
@@ -212,5 +212,5 @@ class RowSharing:
         if acceptable_V[target] == 0:
             return False
         pieces_VE = np.minimum(self.computed_VE, np.maximum(self.work_V - row_limit, 0)[:, None])
-        self._add(int(pieces_VE.max(axis=0).argmax()), target)
+        self._add_replica(int(pieces_VE.max(axis=0).argmax()), target)
         return True

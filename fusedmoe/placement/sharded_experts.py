@@ -327,7 +327,7 @@ class ShardedExperts:
             on_all_ranks(self._topology.world, "looking at the optimizer", movable)
         with self._topology.guard("ShardedExperts"):
             self.iteration += 1
-            load_LE = torch.from_numpy(np.stack([placed.take_load() for placed in self._placed]))
+            load_LE = torch.from_numpy(np.stack([placed.pop_load() for placed in self._placed]))
             load_LE = load_LE.to(device_of(self._topology.world))
             self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())
             if self._remeasures_costs and (costs := self._measured_costs()) != self._planner.costs:

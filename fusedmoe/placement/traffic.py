@@ -187,8 +187,8 @@ class PlacementLoad(NamedTuple):
 
     work_W: NDArray[np.int64]  # computed by each rank
     inter_node_received_W: NDArray[np.int64]  # received by each rank from other nodes
-    max_inter: int  # maximum sent or received by a rank between nodes
-    max_intra: int  # the same within its node
+    max_inter_node_tokens: int  # maximum sent or received by a rank between nodes
+    max_intra_node_tokens: int  # the same within its node
 
 
 def placement_load(tokens_WE: ArrayLike, placement: Placement, node_layout: NodeLayout) -> PlacementLoad:
@@ -209,7 +209,10 @@ def placement_load(tokens_WE: ArrayLike, placement: Placement, node_layout: Node
 
 def exchange_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
     """Return the busiest rank's seconds of a layer's all-to-alls in an iteration."""
-    inter_s, intra_s = tokens.max_inter / costs.inter_bytes_s, tokens.max_intra / costs.intra_bytes_s
+    inter_s, intra_s = (
+        tokens.max_inter_node_tokens / costs.inter_bytes_s,
+        tokens.max_intra_node_tokens / costs.intra_bytes_s,
+    )
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
 

@@ -189,7 +189,7 @@ def test_rank_loads_and_link_rows_equal_definition(case, m):
     inter_WV = np.where(node_W[:, None] == node_W, 0, flow_WV)
     intra_WV = flow_WV - inter_WV - np.diag(np.diag(flow_WV))
     assert (tokens.work_W == flow_WV.sum(axis=0)).all() and (tokens.inter_node_received_W == inter_WV.sum(axis=0)).all()
-    for most, part_WV in ((tokens.max_inter, inter_WV), (tokens.max_intra, intra_WV)):
+    for most, part_WV in ((tokens.max_inter_node_tokens, inter_WV), (tokens.max_intra_node_tokens, intra_WV)):
         assert most == max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())
 
 
@@ -272,7 +272,7 @@ def test_replicas_reduce_inter_node_rows():
         costs = PlacementCosts(1.0, 1, expert_bytes, 0, 1.0, 1.0)
         found = cheapest_balance(even, tokens_WE, NodeLayout(2, 1), 1, costs)
         assert found.placement == (Placement.parse("0: 0 +1\n1: 1 +0") if copied else even)
-        assert found.load.max_inter == (0 if copied else 10) and found.max_rank_rows == 20
+        assert found.load.max_inter_node_tokens == (0 if copied else 10) and found.max_rank_rows == 20
     # Experts with the most rows are placed first, on the least busy rank of the node; rank 1 has no free slot left.
     before = Placement.parse("0: 0 1\n1: 2 3 +0\n2: 4 5\n3: 6 7")
     tokens_WE = np.tile([[5, 90, 70, 3, 4, 4, 4, 4]], (4, 1))

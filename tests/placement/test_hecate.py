@@ -160,7 +160,7 @@ def test_improve_minimizes_machine_bottleneck():
         placement_load(tokens_WE, improve(even, start, load_E, node_layout, 8, 2, costs), node_layout)
         for costs in (replace(CLUSTER_A, token_s=0.0), replace(CLUSTER_A, token_bytes=0))
     )
-    assert exchange.max_inter < work.max_inter and work.work_W.max() < exchange.work_W.max()
+    assert exchange.max_inter_node_tokens < work.max_inter_node_tokens and work.work_W.max() < exchange.work_W.max()
 
 
 def test_accept_rejects_replicas_that_save_no_time():

@@ -102,7 +102,7 @@ def test_load_by_definition(case):
                 kind[1, target] += sent_WEV[source, :, target].sum()
     assert found.work_W.tolist() == sent_WEV.sum(axis=(0, 1)).tolist()
     assert found.inter_node_received_W.tolist() == inter[1].tolist()
-    assert (found.max_inter, found.max_intra) == (inter.max(), intra.max())
+    assert (found.max_inter_node_tokens, found.max_intra_node_tokens) == (inter.max(), intra.max())
     seconds = 4 * max(inter.max() * 10 / 10.0, intra.max() * 10 / 100.0) + found.work_W.max()
     assert layer_s(found, COSTS) == pytest.approx(seconds)
 
@@ -111,7 +111,7 @@ def test_layer_time_of_worked_example():
     # All four ranks send 3 tokens to rank 0: 6 from the other node, 3 from its own.
     found = placement_load([[3]] * 4, Placement(4, (0,)), NodeLayout(4, 2))
     assert found.work_W.tolist() == [12, 0, 0, 0]
-    assert (found.max_inter, found.max_intra) == (6, 3)
+    assert (found.max_inter_node_tokens, found.max_intra_node_tokens) == (6, 3)
     assert exchange_s(found, COSTS) == 4 * 6 * 10 / 10 and layer_s(found, COSTS) == 24 + 12
     assert transfers_s([Transfer(0, 0, 2, 0), Transfer(1, 0, 1, 0)], NodeLayout(4, 2), COSTS, 100) == 10.0
     assert transfers_s([], NodeLayout(4, 2), COSTS, 100) == 0.0
