@@ -390,6 +390,31 @@ def check_refusals(rank: int, world: int) -> None:
         make_layer(topology, Schedule("off", wire="fp8" if rank else "fp8-both"))
 
 
+def check_default_format_again(rank: int, world: int) -> None:
+    """A layer that returns to the default format equals a new one, also compiled, and allows one-sided kernels."""
+    topology = Topology.from_sizes(ep=world)
+    data = batch(topology, 12 + rank)
+    layer = make_layer(topology, Schedule("joint", costs=costs(), puts=True))
+    puts = layer.plans.puts
+    for wire in ("fp8", None, "fp8-both", "bf16"):
+        layer.set_wire(wire)
+        assert layer.plans.puts == (puts and wire in (None, "bf16"))
+        assert layer.plans.schedule.puts == (wire in (None, "bf16"))
+        expected = step(make_layer(topology, Schedule("off", wire=wire)), *data)
+        require_equal(step(layer, *data), expected)
+    assert puts
+    compiled_layer = make_layer(topology, Schedule("fsmoe", degrees=(2, 2)))
+    compiled = torch.compile(compiled_layer, fullgraph=True, backend="aot_eager")
+    for wire in (None, "fp8", "fp8-both", None):
+        compiled_layer.set_wire(wire)
+        expected = step(make_layer(topology, Schedule("off", wire=wire)), *data)
+        require_equal(step(compiled_layer, *data, compiled), expected)
+
+
+def test_formats_replaced_between_steps(cluster: Cluster) -> None:
+    cluster.run(2, check_default_format_again)
+
+
 def test_refusals(cluster: Cluster) -> None:
     for options in ({"policy": "fused"}, {"puts": True}):
         with pytest.raises(ConfigError, match="one-sided kernels put rows in the tensors' own dtype.*leave out"):
