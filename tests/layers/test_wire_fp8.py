@@ -235,6 +235,24 @@ def test_hooks_receive_decoded_rows(cluster: Cluster) -> None:
         cluster.run(2, check_hooks, wire)
 
 
+def check_hooks_with_two_levels(rank: int, world: int, dispatch: str) -> None:
+    """With hooks, no encoded rows are summed inside a node."""
+    topology = Topology.from_sizes(**TWO_NODES)
+    data = batch(topology, (13, 0, 22, 5)[rank])
+    expected = step(make_layer(topology, Schedule("off", wire="fp8-both"), hooks=[Hooks()]), *data)
+    exact = step(make_layer(topology, "off"), *data)
+    for schedule in schedules("fp8-both").values():
+        got = step(make_layer(topology, schedule, hooks=[Hooks()], dispatch=dispatch), *data)
+        require_equal(got, expected)
+        if len(data[0]):
+            assert errors(got, exact)["y"] < 0.06
+
+
+@pytest.mark.parametrize("dispatch", slowly("2dh", "1dh"))
+def test_hooks_with_two_levels(cluster: Cluster, dispatch: str) -> None:
+    cluster.run(4, check_hooks_with_two_levels, dispatch)
+
+
 def check_autocast(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world)
     x_SM, dy_SM = batch(topology, 20, torch.float32)
