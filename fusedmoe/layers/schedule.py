@@ -281,6 +281,7 @@ class ScheduledPlans(LayerPlans):
         super().set_wire(schedule.wire)
         # One-sided kernels call no hooks and do not support dynamic placement.
         self.puts, self.limit = schedule.puts and not is_placed and not has_hooks, schedule.limit
+        self._allows_puts, self._schedule_puts = self.puts, schedule.puts
         self.plans_by_workload: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
@@ -293,10 +294,10 @@ class ScheduledPlans(LayerPlans):
         return f"{self.schedule} in {last.degrees} chunks{idle}"
 
     def set_wire(self, wire: str | None) -> None:
-        # "auto" no longer considers one-sided kernels.
+        # "auto" considers one-sided kernels only while rows keep their dtype.
         uses_dtype = find_wire_format(wire) is None
-        self.schedule = replace(self.schedule, wire=wire, puts=self.schedule.puts and uses_dtype)
-        self.puts = self.puts and uses_dtype
+        self.schedule = replace(self.schedule, wire=wire, puts=self._schedule_puts and uses_dtype)
+        self.puts = self._allows_puts and uses_dtype
         super().set_wire(wire)
 
     @property

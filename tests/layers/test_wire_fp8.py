@@ -235,6 +235,24 @@ def test_hooks_receive_decoded_rows(cluster: Cluster) -> None:
         cluster.run(2, check_hooks, wire)
 
 
+def check_hooks_with_two_levels(rank: int, world: int, dispatch: str) -> None:
+    """With hooks, no encoded rows are summed inside a node."""
+    topology = Topology.from_sizes(**TWO_NODES)
+    data = batch(topology, (13, 0, 22, 5)[rank])
+    expected = step(make_layer(topology, Schedule("off", wire="fp8-both"), hooks=[Hooks()]), *data)
+    exact = step(make_layer(topology, "off"), *data)
+    for schedule in schedules("fp8-both").values():
+        got = step(make_layer(topology, schedule, hooks=[Hooks()], dispatch=dispatch), *data)
+        require_equal(got, expected)
+        if len(data[0]):
+            assert errors(got, exact)["y"] < 0.06
+
+
+@pytest.mark.parametrize("dispatch", slowly("2dh", "1dh"))
+def test_hooks_with_two_levels(cluster: Cluster, dispatch: str) -> None:
+    cluster.run(4, check_hooks_with_two_levels, dispatch)
+
+
 def check_autocast(rank: int, world: int) -> None:
     topology = Topology.from_sizes(ep=world)
     x_SM, dy_SM = batch(topology, 20, torch.float32)
@@ -388,6 +406,31 @@ def check_refusals(rank: int, world: int) -> None:
         layer.set_wire("fp8")
     with pytest.raises(RankError, match="schedule"):
         make_layer(topology, Schedule("off", wire="fp8" if rank else "fp8-both"))
+
+
+def check_default_format_again(rank: int, world: int) -> None:
+    """A layer that returns to the default format equals a new one, also compiled, and allows one-sided kernels."""
+    topology = Topology.from_sizes(ep=world)
+    data = batch(topology, 12 + rank)
+    layer = make_layer(topology, Schedule("joint", costs=costs(), puts=True))
+    puts = layer.plans.puts
+    for wire in ("fp8", None, "fp8-both", "bf16"):
+        layer.set_wire(wire)
+        assert layer.plans.puts == (puts and wire in (None, "bf16"))
+        assert layer.plans.schedule.puts == (wire in (None, "bf16"))
+        expected = step(make_layer(topology, Schedule("off", wire=wire)), *data)
+        require_equal(step(layer, *data), expected)
+    assert puts
+    compiled_layer = make_layer(topology, Schedule("fsmoe", degrees=(2, 2)))
+    compiled = torch.compile(compiled_layer, fullgraph=True, backend="aot_eager")
+    for wire in (None, "fp8", "fp8-both", None):
+        compiled_layer.set_wire(wire)
+        expected = step(make_layer(topology, Schedule("off", wire=wire)), *data)
+        require_equal(step(compiled_layer, *data, compiled), expected)
+
+
+def test_formats_replaced_between_steps(cluster: Cluster) -> None:
+    cluster.run(2, check_default_format_again)
 
 
 def test_refusals(cluster: Cluster) -> None:
