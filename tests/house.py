@@ -38,7 +38,7 @@ BUDGETS = {
     "graph": 3235,
     "hf": 1752,
     "kernels": 9141,
-    "layers": 2704,
+    "layers": 2703,
     "models": 1605,
     "placement": 3831,
     "runtime": 1580,

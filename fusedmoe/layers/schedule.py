@@ -278,10 +278,10 @@ class ScheduledPlans(LayerPlans):
             else:
                 parts.experts.workload(1, 1, ep, esp)
         self.schedule, self.requires_puts = schedule, schedule.policy == FUSED_POLICY
-        super().set_wire(schedule.wire)
+        self.limit, self._schedule_puts = schedule.limit, schedule.puts
         # One-sided kernels call no hooks and do not support dynamic placement.
-        self.puts, self.limit = schedule.puts and not is_placed and not has_hooks, schedule.limit
-        self._allows_puts, self._schedule_puts = self.puts, schedule.puts
+        self._supports_puts = not is_placed and not has_hooks
+        self.set_wire(schedule.wire)
         self.plans_by_workload: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
@@ -295,9 +295,8 @@ class ScheduledPlans(LayerPlans):
 
     def set_wire(self, wire: str | None) -> None:
         # "auto" considers one-sided kernels only while rows keep their dtype.
-        uses_dtype = find_wire_format(wire) is None
-        self.schedule = replace(self.schedule, wire=wire, puts=self._schedule_puts and uses_dtype)
-        self.puts = self._allows_puts and uses_dtype
+        puts = self._schedule_puts and find_wire_format(wire) is None
+        self.schedule, self.puts = replace(self.schedule, wire=wire, puts=puts), puts and self._supports_puts
         super().set_wire(wire)
 
     @property
