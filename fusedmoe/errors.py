@@ -65,6 +65,10 @@ class RankError(_Printable, RuntimeError):
         self.agreed = agreed
 
 
+def callable_name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 def require_parameters(function: Callable[..., Any], called: str, *parameters: str) -> None:
     """Raise `ConfigError` if a user's function cannot be called with these positional arguments."""
     try:

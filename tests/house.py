@@ -26,13 +26,13 @@ LINES = 500
 #: Lines of each package; "." is the modules next to them. Additions are paid for by deletions in the same package, or
 #: raise the budget in a commit that says why.
 BUDGETS = {
-    ".": 3022,
+    ".": 3026,
     "autograd": 2292,
     "blocks": 2845,
     "cli": 4842,
     "comm": 4477,
     "compat": 793,
-    "engine": 3468,
+    "engine": 3467,
     "experts": 1473,
     "gates": 1617,
     "graph": 3235,
@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 9141,
     "layers": 2703,
     "models": 1605,
-    "placement": 3831,
+    "placement": 3826,
     "runtime": 1580,
     "schedule": 6596,
     "training": 5265,

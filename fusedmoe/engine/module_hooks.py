@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fusedmoe.compat.torch import GLOBAL_HOOKS, HOOK_KINDS, has_own_hooks, hooks_of
-from fusedmoe.errors import RankError
+from fusedmoe.errors import RankError, callable_name
 
 
 def has_hooks(module: Any) -> bool:
@@ -103,5 +103,4 @@ def _is_from(hook: Any, packages: Collection[str]) -> bool:
 
 
 def _name(hook: Any) -> str:
-    hook = _unwrap(hook)
-    return getattr(hook, "__qualname__", type(hook).__qualname__)
+    return callable_name(_unwrap(hook))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fusedmoe.comm.collectives import all_gather_object, max_over_ranks_s
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError, RankError, callable_name
 from fusedmoe.placement.balance import Balance, cheapest_balance
 from fusedmoe.placement.hecate import LayerLoads, LayerPolicy, hecate, is_due, is_uneven, predict_load, reshard
 from fusedmoe.placement.placed_experts import PlacedExperts
@@ -33,13 +33,9 @@ def call_policy(policy: LayerPolicy, loads: LayerLoads) -> Placement:
     if not isinstance(placement, Placement):
         kind = type(placement).__name__
         raise ConfigError(
-            f"placement policy {policy_name(policy)}: it returned a {kind}, no Placement; Placement.holding makes one"
+            f"placement policy {callable_name(policy)}: it returned a {kind}, no Placement; Placement.holding makes one"
         )
     return placement
-
-
-def policy_name(policy: LayerPolicy) -> str:
-    return str(getattr(policy, "__qualname__", type(policy).__qualname__))
 
 
 class PlacementPlanner:

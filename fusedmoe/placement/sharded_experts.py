@@ -16,7 +16,7 @@ from fusedmoe.autograd.checks import check_count
 from fusedmoe.comm.collectives import all_reduce, device_of, on_all_ranks
 from fusedmoe.comm.one_sided.heap import Heap
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, require_parameters
+from fusedmoe.errors import ConfigError, callable_name, require_parameters
 from fusedmoe.experts.networks import Experts, require_own_experts
 from fusedmoe.experts.split_optimizers import JoinedOptimizers, Optimizers, require_elementwise
 from fusedmoe.names import PLACEMENT_BALANCES, PLACEMENT_POLICIES
@@ -31,7 +31,6 @@ from fusedmoe.placement.planner import (
     Correction,
     PlacementPlanner,
     measured_placement_costs,
-    policy_name,
 )
 from fusedmoe.placement.resharding import find_copies_to_move, move_experts, require_movable
 from fusedmoe.placement.traffic import PlacementCosts
@@ -140,7 +139,7 @@ class ShardedExperts:
         averaged: Sequence[nn.Module] = (),
     ) -> None:
         if callable(policy):
-            require_parameters(policy, f"placement policy {policy_name(policy)}", "loads")
+            require_parameters(policy, f"placement policy {callable_name(policy)}", "loads")
         elif policy not in PLACEMENT_POLICIES:
             raise ConfigError(
                 f"placement policy {policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}, or give a function"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
-from fusedmoe.errors import ConfigError, require_parameters
+from fusedmoe.errors import ConfigError, callable_name, require_parameters
 from fusedmoe.schedule.passes import GradientPartition, TaskOrder, alternating, one_queue, one_queue_s, three_queues
 from fusedmoe.schedule.plan import Plan, task_name
 from fusedmoe.schedule.policies.flowmoe_plans import (
@@ -328,7 +328,7 @@ def register_policy(
 
 def user_policy(function: PolicyFunction, called: str = "", **traits: Any) -> Policy:
     """Return the policy of a user's function. Its `plan` raises `ConfigError` if the plan lacks a part of the step."""
-    called = called or str(getattr(function, "__qualname__", type(function).__qualname__))
+    called = called or callable_name(function)
     require_parameters(function, f"policy {called}", "workload", "costs")
     words = ((getattr(function, "__doc__", None) or "").strip().splitlines() or ["your own"])[0].rstrip(".")
     return Policy(
