@@ -40,7 +40,7 @@ BUDGETS = {
     "kernels": 9141,
     "layers": 2703,
     "models": 1605,
-    "placement": 3826,
+    "placement": 3823,
     "runtime": 1580,
     "schedule": 6596,
     "training": 5265,

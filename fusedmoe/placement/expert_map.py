@@ -139,12 +139,11 @@ class ExpertMap:
         flat_N = expert_SK.flatten().long()
         if device.type == "cpu" and bool((flat_N >= experts).any()):
             raise ConfigError(f"ExpertMap: expert {int(flat_N.max())} in expert_SK is not one of 0 to {experts - 1}")
-        chosen_N = torch.where(flat_N < 0, experts, flat_N)
-        sorted_N, order_N = chosen_N.sort(stable=True)
+        sorted_N, order_N = flat_N.sort(stable=True)
         first_N = torch.searchsorted(sorted_N, sorted_N)
         position_N = torch.empty_like(flat_N)
         position_N[order_N] = torch.arange(len(flat_N), device=device) - first_N
-        row_N = torch.where(flat_N < 0, 0, flat_N)
+        row_N = flat_N.clamp(min=0)
         last_N = self.copies_E.to(device)[row_N] - 1
         copy_N = torch.minimum((ends_EC[row_N] <= position_N[:, None]).sum(1), last_N)
         return torch.where(flat_N < 0, flat_N, physical_EC[row_N, copy_N]).view_as(expert_SK).to(number_dtype)

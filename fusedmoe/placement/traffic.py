@@ -209,10 +209,8 @@ def placement_load(tokens_WE: ArrayLike, placement: Placement, node_layout: Node
 
 def exchange_s(tokens: PlacementLoad, costs: PlacementCosts) -> float:
     """Return the busiest rank's seconds of a layer's all-to-alls in an iteration."""
-    inter_s, intra_s = (
-        tokens.max_inter_node_tokens / costs.inter_bytes_s,
-        tokens.max_intra_node_tokens / costs.intra_bytes_s,
-    )
+    inter_s = tokens.max_inter_node_tokens / costs.inter_bytes_s
+    intra_s = tokens.max_intra_node_tokens / costs.intra_bytes_s
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
 
